@@ -1,0 +1,52 @@
+# The commands of this repository. A fresh machine needs python3 (3.11 or newer, with venv), make and git; everything
+# else goes into .venv.
+#
+#   make demo        a sharded trainer pushes into a running fleet
+#   make test        what CI runs: lint, formatting, types, every test
+#   make test-fast   the same without the tests that need vLLM
+#   make clean       removes .venv, caches and build results
+#
+# PYTHON=python3.12 picks another interpreter, TORCH='torch==2.8.0' another torch for a new environment. A torch that the
+# environment has already is kept. Where pip's index offers both builds of torch, an extra index decides which is taken,
+# for example PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.rankcast-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo lint test test-fast clean
+
+help:
+	@sed -n '4,7s/^#//p' Makefile
+
+env: $(STAMP)
+
+# torch goes first and alone: resolved together with the rest, pip is free to replace a CPU build by the newest CUDA one.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankcast needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'from importlib.metadata import version; version("torch")' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
+
+demo: env
+	$(BIN)/rankcast demo
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: lint
+	$(BIN)/python -m pytest -m "not vllm"
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

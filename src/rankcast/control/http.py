@@ -1,0 +1,236 @@
+"""The HTTP client of one engine: vLLM's routes for weight updates, and what the embedded server adds.
+
+This module knows routes, bodies and how an engine's refusals become errors. It must not know what a payload means or in
+which order a push makes its calls. Nothing is ever sent twice: a call that failed half-way may have been acted on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+import msgspec
+
+from rankcast.control.addresses import engine_url, is_loopback, shown_url
+from rankcast.control.client import Payload
+from rankcast.control.said import said
+from rankcast.errors import EngineError, PayloadError
+
+#: The longest reply that is read, in bytes: checksums of a large model take some MB.
+REPLY_LIMIT = 64 * 2**20
+#: How long a connection may take to be made, in seconds; an engine that is up accepts at once.
+CONNECT_SECONDS = 5.0
+# Servers close an idle connection after 5 s (uvicorn, and so vLLM): let go of it first, or a call may meet the closing.
+_KEPT_SECONDS = 4.0
+
+V = TypeVar("V")
+
+
+class HttpClient:
+    """A ``WeightSyncClient`` over HTTP, with every optional call, on one kept connection per concurrent caller.
+
+    ``timeout`` is how many seconds an engine may take to answer a call. ``headers`` go with every request. Proxies of
+    the environment are used for engines elsewhere, never for loopback. Every failure is an ``EngineError`` that names
+    the URL, the call, and what the engine said; after one, the next call connects anew. A payload that JSON cannot
+    carry is a ``PayloadError``. ``requests`` and ``request_bytes`` count what was sent, bodies only. Thread-safe.
+    """
+
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, tls_verify: bool = True, timeout: float = 300.0
+    ) -> None:
+        base = engine_url(url)
+        self.url = shown_url(base)
+        self.timeout = timeout
+        self.requests = 0
+        self.request_bytes = 0
+        self._counting = threading.Lock()
+        self._base = base
+        self._client = httpx.Client(
+            headers=dict(headers or {}),
+            # Building a trust store takes longer than a call on loopback, and plain http has no use for one.
+            verify=tls_verify and base.scheme == "https",
+            trust_env=not is_loopback(base.host),
+            timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
+            limits=httpx.Limits(keepalive_expiry=_KEPT_SECONDS),
+        )
+
+    def __repr__(self) -> str:
+        return f"HttpClient({self.url!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a call in flight fails."""
+        self._client.close()
+
+    # -- the four calls of a weight update ---------------------------------------------------------------------------
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update", {})
+
+    def update_weights(self, update_info: Payload) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    # -- vLLM's other routes -----------------------------------------------------------------------------------------
+
+    def update_weight_version(self, weight_version: str) -> None:
+        """Name the weights that the engine has now."""
+        self._post("/update_weight_version", {"new_version": weight_version})
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        """Hold generation up; returns when no forward pass runs. ``mode`` is ``keep``, ``wait`` or ``abort``."""
+        self._post("/pause", query={"mode": mode, "clear_cache": _flag(clear_cache)})
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self._post("/resume")
+
+    def is_paused(self) -> bool:
+        """Whether generation is held up."""
+        return self._field("/is_paused", self._get("/is_paused"), "is_paused", bool)
+
+    def weight_info(self) -> dict[str, Any]:
+        """What the engine says about its weights, among it ``weight_version``."""
+        reply = self._get("/weight_info")
+        self._field("/weight_info", reply, "weight_version", object)
+        return reply
+
+    def weight_checker(self, action: str = "checksum", baseline: dict[str, str] | None = None) -> dict[str, Any]:
+        """Checksums of the engine's weights, or a comparison with ``baseline``."""
+        body = {"action": action} if baseline is None else {"action": action, "baseline": baseline}
+        return self._object("/weight_checker", self._post("/weight_checker", body))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """The number of workers behind this engine, over its data-parallel replicas unless told otherwise."""
+        reply = self._get("/get_world_size", {"include_dp": _flag(include_dp)})
+        return self._field("/get_world_size", reply, "world_size", int)
+
+    def reset_prefix_cache(self) -> bool:
+        """Throw cached prefixes away; False when the engine says that it could not, as while requests are running."""
+        reply = self._post("/reset_prefix_cache")
+        if not reply:  # earlier versions of vLLM answer with an empty body, and only when it worked
+            return True
+        return self._field("/reset_prefix_cache", self._object("/reset_prefix_cache", reply), "success", bool)
+
+    # -- the embedded server's own -----------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End a session from outside of it."""
+        self._post("/abort_weight_update", {})
+
+    def generate(self, token_ids: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
+        """Decode up to ``max_tokens`` tokens after ``token_ids``; the reply has ids, log-probs and weight versions."""
+        body = {"token_ids": token_ids, "max_tokens": max_tokens, **options}
+        return self._object("/generate", self._post("/generate", body))
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _get(self, route: str, query: dict[str, str] | None = None) -> dict[str, Any]:
+        return self._object(route, self._call("GET", route, query=query))
+
+    def _post(self, route: str, body: object = None, *, query: dict[str, str] | None = None) -> bytes:
+        try:
+            content = None if body is None else msgspec.json.encode(body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as fault:
+            raise PayloadError(f"what {route} of {self.url} should be sent is not JSON: {fault}") from None
+        return self._call("POST", route, content=content, query=query)
+
+    def _call(
+        self, method: str, route: str, *, content: bytes | None = None, query: dict[str, str] | None = None
+    ) -> bytes:
+        request = self._client.build_request(
+            method,
+            self._base.copy_with(path=self._base.path.rstrip("/") + route),
+            content=content,
+            params=query,
+            headers={} if content is None else {"Content-Type": "application/json"},
+        )
+        with self._counting:
+            self.requests += 1
+            self.request_bytes += len(content or b"")
+        began = time.monotonic()
+        try:
+            response = self._client.send(request, stream=True)
+            try:
+                reply = self._read(response, route, began)
+            finally:
+                response.close()
+        except httpx.ConnectTimeout as fault:
+            raise self._error(route, f"no connection within {min(CONNECT_SECONDS, self.timeout):g} s") from fault
+        except httpx.TimeoutException as fault:
+            waited = time.monotonic() - began
+            raise self._error(
+                route, f"no answer within {waited:.1f} s (timeout={self.timeout:g}); whether it was done is not known"
+            ) from fault
+        except httpx.ConnectError as fault:
+            raise self._error(
+                route, f"cannot be reached ({fault}): is the engine up, and is this its address?"
+            ) from fault
+        except (httpx.HTTPError, httpx.InvalidURL) as fault:
+            what = str(fault) or type(fault).__name__
+            raise self._error(route, f"the connection broke ({what}); whether it was done is not known") from fault
+        except RuntimeError as fault:  # httpx's answer when the client was closed
+            raise self._error(route, f"this client is closed ({fault})") from fault
+        if response.status_code // 100 != 2:
+            raise self._error(route, f"answered {response.status_code}: {said(reply)}{_cure(route, response)}")
+        return reply
+
+    def _read(self, response: httpx.Response, route: str, began: float) -> bytes:
+        # httpx bounds each wait for bytes; one that gets a byte now and then must end as well.
+        parts: list[bytes] = []
+        size = 0
+        for part in response.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > REPLY_LIMIT:
+                raise self._error(route, f"answered with more than {REPLY_LIMIT:,} bytes")
+            if time.monotonic() - began > self.timeout:
+                raise httpx.ReadTimeout("the reply did not end", request=response.request)
+        return b"".join(parts)
+
+    def _object(self, route: str, reply: bytes) -> dict[str, Any]:
+        try:
+            value = msgspec.json.decode(reply, type=dict[str, Any])
+        except (msgspec.DecodeError, ValueError, RecursionError) as fault:
+            raise self._error(route, f"answered with something else than a JSON object ({fault})") from None
+        return value
+
+    def _field(self, route: str, reply: dict[str, Any], name: str, kind: type[V]) -> V:
+        value = reply.get(name)
+        if name not in reply or not isinstance(value, kind):
+            raise self._error(route, f"answered without a fitting {name!r}: {sorted(reply)}")
+        return value
+
+    def _error(self, route: str, what: str) -> EngineError:
+        return EngineError(f"{route} of {self.url}: {what}")
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _cure(route: str, response: httpx.Response) -> str:
+    if response.status_code != 404:
+        return ""
+    if route in ("/abort_weight_update", "/generate"):
+        return " (only rankcast's embedded server has this route)"
+    return (
+        " (this server does not have the routes for weight updates: start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+        "environment)"
+    )

@@ -1,0 +1,172 @@
+"""The worker's end of the report channel: posts what a call found, and never holds a worker up for long.
+
+This module knows how a report is sent and what becomes of one that cannot be. It must not know what a report says. It
+never raises: a worker that cannot report still answers in step with its peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+
+from rankcast.control.addresses import is_loopback
+from rankcast.control.said import said
+from rankcast.errors import LimitError
+from rankcast.wire.codec import Codec
+from rankcast.wire.reports import Report
+
+#: How long one ``send`` may take in all, in seconds.
+SEND_SECONDS = 5.0
+#: How many reports that could not be delivered are kept.
+KEPT_UNSENT = 64
+#: The longest report that a channel reads, in bytes. Which of 100,000 tensors a loader touches takes about 1 MB.
+REPORT_LIMIT = 16 * 2**20
+_PART = 65536
+
+_log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Posts reports over a kept connection; those it could not deliver go first when their channel is there again.
+
+    ``unsent`` is how many wait, at most 64; ``lost`` how many older ones were given up, or were refused by a channel.
+    ``last_fault`` says in words why the last report did not arrive, and is empty when it did. Thread-safe.
+    """
+
+    def __init__(self, codec: Codec, *, seconds: float = SEND_SECONDS) -> None:
+        self.lost = 0
+        self.last_fault = ""
+        self._codec = codec
+        self._seconds = seconds
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._sending = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._reach = (False, False)
+
+    @property
+    def unsent(self) -> int:
+        """How many reports wait to be delivered."""
+        return len(self._waiting)
+
+    def send(self, url: str, report: Report) -> bool:
+        """Post ``report`` to ``url``, after those that wait for the same URL; returns whether it arrived.
+
+        Takes at most 5 s and never raises. A report that did not arrive is kept, unless the channel refused it.
+        """
+        deadline = time.monotonic() + self._seconds
+        try:
+            data = msgspec.json.encode(self._codec.seal(report))
+            if len(data) > REPORT_LIMIT:  # kept, it would stand before all that follow and never arrive
+                raise LimitError(f"a report of {len(data):,} bytes is over the limit of {REPORT_LIMIT:,}")
+            if not self._sending.acquire(timeout=self._seconds):
+                self.last_fault = f"another report was still being sent after {self._seconds:g} s"
+                self._keep(url, data)
+                return False
+            try:
+                return self._send(url, data, deadline)
+            finally:
+                self._sending.release()
+        except Exception as fault:
+            _log.exception("a report to %s was lost", url)
+            self.last_fault = f"{url}: {type(fault).__name__}: {fault}"
+            self.lost += 1
+            return False
+
+    def close(self) -> None:
+        """Close the connection. Reports that still wait are given up."""
+        with self._sending:
+            self._waiting.clear()
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    def _send(self, url: str, data: bytes, deadline: float) -> bool:
+        while (waiting := next((item for item in self._waiting if item[0] == url), None)) is not None:
+            if self._post(url, waiting[1], deadline) is None:
+                self._keep(url, data)
+                return False
+            self._waiting.remove(waiting)
+        arrived = self._post(url, data, deadline)
+        if arrived is None:
+            self._keep(url, data)
+        return arrived is True
+
+    def _keep(self, url: str, data: bytes) -> None:
+        self._waiting.append((url, data))
+        while len(self._waiting) > KEPT_UNSENT:
+            self._waiting.popleft()
+            self.lost += 1
+
+    def _post(self, url: str, data: bytes, deadline: float) -> bool | None:
+        """Whether the channel took the report; ``None`` when it could not be reached."""
+        for _ in range(2):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.last_fault = f"{url}: not within {self._seconds:g} s"
+                return None
+            try:
+                return self._judge(url, *self._exchange(url, data, left, deadline))
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as fault:
+                # A kept connection may have gone stale. A report may be sent twice: of two equal ones the last counts.
+                self.last_fault = f"{url}: the connection broke ({str(fault) or type(fault).__name__})"
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as fault:
+                self.last_fault = f"{url}: {type(fault).__name__}: {fault}"
+                return None
+        return None
+
+    def _exchange(self, url: str, data: bytes, left: float, deadline: float) -> tuple[int, bytes]:
+        # httpx bounds each step by itself: the shares keep their sum within what is left.
+        timeout = httpx.Timeout(left * 0.7, connect=left * 0.2, write=left * 0.1, pool=left * 0.1)
+        request = self._connected(url).build_request(
+            "POST",
+            url,
+            content=_parts(data, deadline),
+            headers={"Content-Type": "application/json", "Content-Length": str(len(data))},
+            timeout=timeout,
+        )
+        response = self._connected(url).send(request, stream=True)
+        try:
+            reply = bytearray()
+            for part in response.iter_raw():
+                reply += part
+                if len(reply) > _PART or time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the answer did not end")
+            return response.status_code, bytes(reply)
+        finally:
+            response.close()
+
+    def _judge(self, url: str, status: int, reply: bytes) -> bool | None:
+        if status // 100 == 2:
+            self.last_fault = ""
+            return True
+        self.last_fault = f"{url} answered {status}: {said(reply)}"
+        _log.warning("a report was refused: %s", self.last_fault)
+        if status >= 500 or status in (404, 408):
+            return None  # not this report's fault, or not the channel that was meant: it may be taken later
+        self.lost += 1
+        return False
+
+    def _connected(self, url: str) -> httpx.Client:
+        to = httpx.URL(url)
+        # Proxies are never asked for loopback, and plain http has no use for a trust store.
+        reach = (not is_loopback(to.host), to.scheme == "https")
+        if self._client is None or self._reach != reach:
+            if self._client is not None:
+                self._client.close()
+            limits = httpx.Limits(max_connections=2, keepalive_expiry=600.0)
+            self._client = httpx.Client(trust_env=reach[0], verify=reach[1], limits=limits)
+            self._reach = reach
+        return self._client
+
+
+def _parts(data: bytes, deadline: float) -> Iterator[bytes]:
+    for start in range(0, len(data), _PART):
+        if time.monotonic() > deadline:
+            raise httpx.WriteTimeout("the report was not taken in time")
+        yield data[start : start + _PART]

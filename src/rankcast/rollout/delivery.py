@@ -1,0 +1,102 @@
+"""From a schedule and handles to tensors: opened, checked and cut into rounds once, used at every install.
+
+This module knows segments and where tensors lie in them. It must not know sessions or models. Views are built once per
+(schedule, handles) and reused while both stay the same, so that an install touches no metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rankcast.errors import LocationError, PayloadError
+from rankcast.manifest import Manifest, TensorMeta, nbytes
+from rankcast.transports.segment import OpenedSegment
+from rankcast.transports.shm import open_handle
+from rankcast.wire.bodies import Schedule
+from rankcast.wire.handles import Handle
+
+
+def schedule_manifest(schedule: Schedule, *, installs: int, segments: int) -> Manifest:
+    """The tensors of a schedule, once its columns are proved to fit each other.
+
+    Raises ``PayloadError`` on uneven columns or an index out of range, ``ManifestError`` on bad or repeated names.
+    """
+    count = len(schedule.names)
+    for column in ("dtypes", "shapes", "rounds", "segments", "offsets"):
+        if len(getattr(schedule, column)) != count:
+            raise PayloadError(f"a schedule has {count} names but {len(getattr(schedule, column))} {column}")
+    for name, turn, segment in zip(schedule.names, schedule.rounds, schedule.segments, strict=True):
+        if not 0 <= turn < installs:
+            raise PayloadError(f"{name} is to come with install {turn}, but there are {installs} installs")
+        if not 0 <= segment < segments:
+            raise LocationError(f"{name} lies in segment {segment}, but {segments} handles came", tensor=name)
+    rows = zip(schedule.names, schedule.dtypes, schedule.shapes, strict=True)
+    return Manifest.of(TensorMeta(name, dtype, shape) for name, dtype, shape in rows)
+
+
+class Segments:
+    """The segments this worker has open, by handle, over all sessions of a connection."""
+
+    def __init__(self) -> None:
+        self._open: dict[Handle, OpenedSegment] = {}
+
+    def use(self, handles: Sequence[Handle]) -> list[OpenedSegment]:
+        """Open what is not open yet, close what is no longer named, and verify the rest; raises ``LocationError``."""
+        for handle in self._open.keys() - set(handles):
+            self._open.pop(handle).close()
+        for handle in handles:
+            if handle in self._open:
+                self._open[handle].verify()
+            else:
+                self._open[handle] = open_handle(handle)
+        return [self._open[handle] for handle in handles]
+
+    def close(self) -> None:
+        for segment in self._open.values():
+            segment.close()
+        self._open.clear()
+
+
+class Delivery:
+    """The tensors of one prepared session, round by round, as zero-copy views of the trainer's segments."""
+
+    def __init__(self, schedule: Schedule, opened: Sequence[OpenedSegment], installs: int) -> None:
+        self.names = frozenset(schedule.names)
+        self._rounds: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(installs)]
+        self._segments: list[list[OpenedSegment]] = [[] for _ in range(installs)]
+        self._nbytes = [0] * installs
+        columns = (schedule.names, schedule.dtypes, schedule.shapes, schedule.rounds, schedule.segments)
+        for name, dtype, shape, turn, index, offset in zip(*columns, schedule.offsets, strict=True):
+            segment = opened[index]
+            try:
+                tensor = segment.tensor(dtype, shape, offset)
+            except LocationError as fault:
+                raise LocationError(f"{name}: {fault.message}", tensor=name) from None
+            self._rounds[turn].append((name, tensor))
+            self._nbytes[turn] += nbytes(dtype, shape)
+            if segment not in self._segments[turn]:
+                self._segments[turn].append(segment)
+
+    def count(self, turn: int) -> int:
+        """How many tensors come with round ``turn``."""
+        return len(self._rounds[turn])
+
+    def nbytes(self, turn: int) -> int:
+        """How many bytes come with round ``turn``."""
+        return self._nbytes[turn]
+
+    def weights(self, turn: int) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of round ``turn``, once their segments are proved to be the ones that were prepared.
+
+        Raises ``LocationError`` when a segment shrank or was replaced since: nothing of the round was read then.
+        """
+        for segment in self._segments[turn]:
+            segment.verify()
+            segment.refresh()
+        return self._rounds[turn]
+
+    def drop(self) -> None:
+        """Let go of every view, so that the segments below can be unmapped."""
+        self._rounds = []

@@ -1,0 +1,99 @@
+"""How new weights get into a model: the contract an engine fills in, and the plain way through a loader.
+
+This module knows a model's parameters and its ``load_weights``. It must not know sessions, entries or segments: it is
+handed tensors and trusts that they were checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from rankcast.errors import ManifestError
+from rankcast.manifest import Manifest
+from rankcast.trace.record import Trace, trace_loader
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+class Installer(Protocol):
+    """What a receiver needs of an engine.
+
+    ``trace`` writes nothing and may be called at any time. ``begin`` comes once before the first ``install`` of a
+    session, then ``install`` for each batch, then ``finish``; ``abandon`` ends a session that will not finish, and must
+    leave the model in a state in which a later ``begin`` starts from scratch.
+    """
+
+    def trace(self, manifest: Manifest) -> Trace:
+        """What the engine's loader does with ``manifest``'s tensors; raises ``ManifestError`` where it refuses one."""
+
+    def required(self) -> frozenset[str]:
+        """The destinations that a complete update fills."""
+
+    def may_ignore(self, name: str) -> bool:
+        """Whether the engine passes over checkpoint tensor ``name`` on purpose (a tied head, for one)."""
+
+    def begin(self) -> None: ...
+
+    def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class LoaderInstaller:
+    """Installs in place through ``load_weights(iterator of (name, tensor))``, for models that keep what they load.
+
+    ``may_ignore`` says which checkpoint names the loader may pass over; by default none.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        load_weights: LoadWeights | None = None,
+        may_ignore: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._model = model
+        self._load_weights = load_weights or getattr(model, "load_weights", None) or self._load_by_name
+        self._may_ignore = may_ignore
+
+    def trace(self, manifest: Manifest) -> Trace:
+        return trace_loader(self._load_weights, self._destinations(), manifest)
+
+    def required(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._model.named_parameters())
+
+    def may_ignore(self, name: str) -> bool:
+        return self._may_ignore is not None and self._may_ignore(name)
+
+    def begin(self) -> None:
+        """Nothing to set up: the loader writes into the parameters as they are."""
+
+    def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            self._load_weights(iter(weights))
+
+    def finish(self) -> None:
+        """Nothing to post-process."""
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+    def _destinations(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _load_by_name(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The loader of a model that has none: parameters and buffers by their own names, whole."""
+        targets = self._destinations()
+        for name, tensor in weights:
+            target = targets.get(name)
+            if target is None:
+                raise ManifestError(f"unknown tensor {name}: the model has no parameter of this name", tensor=name)
+            if target.shape != tensor.shape:
+                raise ManifestError(
+                    f"{name} comes with shape {list(tensor.shape)}, the model has {list(target.shape)}", tensor=name
+                )
+            target.data.copy_(tensor)

@@ -1,0 +1,65 @@
+"""What a complete update is for one worker: which tensors its loader takes, and what would stay uninitialised.
+
+This module knows traces and manifests. It must not know sessions or bytes. A worker answers from its own trace, so that
+nobody has to compute, from the outside, which tensors it owns.
+"""
+
+from __future__ import annotations
+
+from rankcast.errors import ManifestError
+from rankcast.manifest import LISTED, Manifest, listed
+from rankcast.rollout.installer import Installer
+from rankcast.trace.record import Trace
+from rankcast.wire.reports import Touched
+
+
+class Scope:
+    """One manifest, traced: taken once per connection, asked at every prepare."""
+
+    def __init__(self, manifest: Manifest, installer: Installer) -> None:
+        """Trace ``manifest``; raises ``ManifestError`` where the loader refuses a tensor, and where a dtype differs."""
+        self.manifest = manifest
+        self._trace: Trace = installer.trace(manifest)
+        casts = self._trace.casts()
+        if casts:
+            first = casts[0]
+            raise ManifestError(
+                f"{first.name} is {first.source} at the trainer but {first.destination} in the worker's "
+                f"{first.parameter} ({len(casts)} such tensors): declare the wire dtype at the source, for example "
+                f"ModuleSource(model, dtype=torch.{first.destination})",
+                tensor=first.name,
+            )
+        self._touched = self._trace.touched()
+        self.missing = self._trace.missing(installer.required())
+        overlaps = self._trace.overlaps()
+        if overlaps:
+            raise ManifestError(f"tensors would overwrite each other: {listed(overlaps)}")
+        self._ignored = tuple(i for i in self._trace.ignored() if installer.may_ignore(manifest.names[i]))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names this worker copies from."""
+        return frozenset(self.manifest.names[i] for i in self._touched)
+
+    def touched(self) -> Touched:
+        """The answer to an init."""
+        return Touched(self._touched, self._ignored, tuple(self.missing[:LISTED]), len(self.missing))
+
+    def check(self, scheduled: Manifest) -> None:
+        """Raise ``ManifestError`` unless ``scheduled`` fills this worker wholly with tensors as they were traced."""
+        for row in scheduled.rows():
+            at = self.manifest.index.get(row.name)
+            if at is None:
+                raise ManifestError(f"unknown tensor {row.name}: it was not in the manifest at init", tensor=row.name)
+            known = self.manifest.row(at)
+            if known != row:
+                raise ManifestError(f"{row} is announced, but it was {known} at init", tensor=row.name)
+        absent = sorted(self.names - set(scheduled.names))
+        if absent:
+            raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
+        self.check_complete()
+
+    def check_complete(self) -> None:
+        """Raise ``ManifestError`` when even all of the manifest leaves a parameter incomplete."""
+        if self.missing:
+            raise ManifestError(f"the update does not fill every parameter: {listed(self.missing)}")

@@ -1,0 +1,198 @@
+"""The session machine: what a worker may do next, the same for every engine.
+
+This module knows states, sequence numbers and the lease. It must not know tensors, transports, threads or clocks: the
+caller passes the time in and reports what it wrote. Every refusal leaves the machine exactly as it was.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from rankcast.errors import LeaseError, StateError
+from rankcast.process import ProcessIdentity, provably_dead
+from rankcast.wire.bodies import Owner
+
+
+class State(enum.StrEnum):
+    """A worker's state. After a failure it is ``UNUSABLE``, or ``IDLE`` again when the old weights are still whole."""
+
+    IDLE = "idle"
+    STARTED = "started"
+    PREPARED = "prepared"
+    INSTALLING = "installing"
+    INSTALLED = "installed"
+    UNUSABLE = "unusable"
+
+
+OPEN = frozenset({State.STARTED, State.PREPARED, State.INSTALLING, State.INSTALLED})
+
+
+class Session:
+    """One worker's session state, from idle through start, prepare, installs and finish, back to idle.
+
+    ``generation`` counts completed sessions. ``servable`` is False from the first write of a session until its weights
+    are complete, and after a failure.
+    """
+
+    def __init__(self, *, provably_dead: Callable[[ProcessIdentity], bool] = provably_dead) -> None:
+        self.generation = 0
+        self.name: str | None = None
+        self._provably_dead = provably_dead
+        self._state = State.IDLE
+        self._whole = True
+        self._installs = 0
+        self._sequence = -1
+        self._holder: Owner | None = None
+        self._lease_until = 0.0
+        self._lease_seconds = 0.0
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def servable(self) -> bool:
+        return self._whole
+
+    @property
+    def is_open(self) -> bool:
+        return self._state in OPEN
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a trainer holds this worker by a claim (its lease may have run out)."""
+        return self._holder is not None
+
+    # -- lease ---------------------------------------------------------------------------------------------------
+
+    def check_lease(self, owner: Owner | None, now: float) -> None:
+        """Raise ``LeaseError`` while somebody else than ``owner`` holds the worker and may be alive."""
+        holder = self._holder
+        if holder is None or (owner is not None and holder.id == owner.id):
+            return
+        left = self._lease_until - now
+        if left > 0 and not self._provably_dead(holder.process):
+            raise LeaseError(
+                f"{holder.name} holds this fleet for {left:.0f} s more (or until it finishes): "
+                "wait for it, or end that process"
+            )
+
+    def claim(self, session: str, owner: Owner, lease_seconds: float, now: float) -> bool:
+        """Take the lease for ``session``; returns whether a session left open by somebody else's death was ended.
+
+        ``now`` and ``lease_seconds`` are seconds of one clock. Raises ``LeaseError``.
+        """
+        self.check_lease(owner, now)
+        left_open = self.is_open
+        if left_open:
+            self.abandon()
+        self.name = session
+        self._holder = owner
+        self._lease_seconds = lease_seconds
+        self._lease_until = now + lease_seconds
+        return left_open
+
+    def renew(self, now: float) -> None:
+        """The owner was heard from."""
+        self._lease_until = now + self._lease_seconds
+
+    def release(self, owner: Owner) -> None:
+        """Give the lease back, if it is ``owner``'s and no session is open under it."""
+        if self._holder is not None and self._holder.id == owner.id and not self.is_open:
+            self._drop_lease()
+
+    # -- the life of a session -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the session, and forget every earlier one, so that a retry after a failure is exactly a first try."""
+        if self.is_open:
+            raise StateError(
+                f"start, but a session is {self._state} already: finish it or abort it first (nothing was changed)"
+            )
+        self._state = State.STARTED
+        self._installs = 0
+        self._sequence = -1
+
+    def check_session(self, session: str) -> None:
+        """Raise ``StateError`` unless ``session`` is the one that holds this worker."""
+        if session != self.name:
+            raise StateError(f"an entry of session {session[:8]} came, this worker holds {(self.name or 'none')[:8]}")
+
+    def may_prepare(self, sequence: int) -> bool:
+        """Whether to act on a prepare: False for a repeat of one already done. Raises ``StateError`` out of order."""
+        if self._state is State.PREPARED and sequence == self._sequence:
+            return False
+        if self._state is not State.STARTED or sequence != 0:
+            raise StateError(f"prepare with sequence number {sequence}, but the session is {self._state}")
+        return True
+
+    def prepared(self, installs: int) -> None:
+        """The manifest was proved; ``installs`` messages are to follow. Nothing is written yet."""
+        self._state = State.PREPARED
+        self._installs = installs
+        self._sequence = 0
+        if installs == 0:
+            self._state = State.INSTALLED
+
+    def may_install(self, sequence: int) -> bool:
+        """Whether to act on an install: False for a repeat, which is acknowledged and not applied twice.
+
+        Raises ``StateError`` on a gap, on one install too many, and in every state in which nothing was prepared.
+        """
+        if self._state not in (State.PREPARED, State.INSTALLING, State.INSTALLED):
+            raise StateError(f"install {sequence} came, but the session is {self._state}: prepare first")
+        if sequence == self._sequence and sequence > 0:
+            return False
+        if sequence != self._sequence + 1 or sequence > self._installs:
+            raise StateError(
+                f"install with sequence number {sequence} came, expected {self._sequence + 1} of {self._installs}"
+            )
+        return True
+
+    def writing(self) -> None:
+        """The first write of this session is about to happen: from here on the old weights are gone."""
+        if not self.is_open:
+            raise StateError(f"a write, but the session is {self._state}: start first")
+        self._whole = False
+        self._state = State.INSTALLING
+
+    def installed(self, sequence: int) -> None:
+        """The install of ``sequence`` is complete."""
+        self._sequence = sequence
+        self._state = State.INSTALLED if sequence == self._installs else State.INSTALLING
+
+    def check_finish(self) -> None:
+        """Raise ``StateError`` unless everything that was prepared is installed."""
+        if not self.is_open:
+            raise StateError(f"finish, but no session is open (the worker is {self._state}): start first")
+        if self.claimed and self._state is not State.INSTALLED:
+            raise StateError(
+                f"finish, but the session is {self._state} after {max(self._sequence, 0)} of {self._installs} "
+                "installs: send the rest, or abort"
+            )
+
+    def finished(self) -> None:
+        """The weights are complete: the worker may serve again. The lease stays until its owner releases it."""
+        self.generation += 1
+        self._whole = True
+        self._state = State.IDLE
+
+    def abandon(self) -> None:
+        """End the session: idle with the old weights when nothing was written since they were whole, else unusable."""
+        self._state = State.IDLE if self._whole else State.UNUSABLE
+        self._drop_lease()
+
+    def restored(self) -> None:
+        """The old weights were put back whole after a failure."""
+        self._whole = True
+        self._state = State.IDLE
+
+    def broken(self) -> None:
+        """A write failed half-way, or completeness was not proved after one: not servable until a full session."""
+        self._state = State.UNUSABLE
+
+    def _drop_lease(self) -> None:
+        self._holder = None
+        self._lease_until = 0.0
+        self.name = None

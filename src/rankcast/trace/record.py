@@ -1,0 +1,341 @@
+"""Running an engine's own ``load_weights`` on tensors without storage, and recording what it would have written.
+
+This module knows torch's operators: which of them write, which of them pass a tensor's elements on. It must not know
+any engine's parameters or names. Nothing that would write to a destination is executed, so an engine can be traced
+while it serves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankcast.errors import ManifestError, RankcastError, UnsupportedError
+from rankcast.manifest import Manifest
+from rankcast.trace.columns import Cast, Copies, Fills, Trace
+from rankcast.trace.dtypes import dtype_name
+from rankcast.trace.targets import Targets, meta_tensors, storage_key
+
+__all__ = ["Cast", "Trace", "trace_loader"]
+
+#: ``Copies.throughs`` of a copy whose source could not be followed; it is put down to the tensor given last.
+UNTRACED = "untraced"
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+# They make a tensor in the form of another one and take none of its values.
+_FORM_ONLY = frozenset(
+    f"aten::{name}"
+    for form in ("empty", "zeros", "ones", "full", "rand", "randn")
+    for name in (f"{form}_like", f"new_{form}", f"new_{form}_strided")
+)
+# What they answer depends on values that a tensor without storage does not have.
+_DECIDING = frozenset(f"aten::{name}" for name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"))
+
+
+class _Lineage(NamedTuple):
+    """Where a tensor's elements come from: sources, the first operator that computed, whether a parameter went in."""
+
+    sources: tuple[int, ...]
+    through: str
+    parameter: bool
+
+
+_NOTHING = _Lineage((), "", False)
+_PARAMETER = _Lineage((), "", True)
+
+
+def trace_loader(load_weights: LoadWeights, destinations: Mapping[str, torch.Tensor], manifest: Manifest) -> Trace:
+    """Record where ``load_weights`` puts the tensors of ``manifest`` in ``destinations``, without writing there.
+
+    ``load_weights`` is called once, under ``torch.no_grad``, with an iterator of all (name, tensor) in the manifest's
+    order; the tensors have full shapes and the manifest's dtypes and lie on the meta device. ``destinations`` are the
+    engine's real parameters and buffers by name; not one byte of them changes.
+
+    Raises ``UnsupportedError`` naming operator and parameter when the loader writes in a way that cannot be recorded
+    (anything but a copy of equal shape or a constant fill; a value computed from a parameter; a tensor that is no
+    destination) or looks at values; ``ManifestError`` naming the tensor being loaded when the loader itself fails or
+    stops early.
+    """
+    targets = Targets(destinations)
+    recorder = _Recorder(manifest, targets, meta_tensors(manifest))
+    try:
+        with torch.no_grad(), recorder:
+            load_weights(recorder.feed())
+    except Exception as fault:
+        raise recorder.explain(fault) from fault
+    finally:
+        exchanged = targets.restore()
+    if recorder.refusal is not None:  # the loader caught it
+        raise recorder.refusal
+    if exchanged is not None:
+        raise UnsupportedError(
+            f"the loader gave {exchanged} another storage instead of writing to it", tensor=exchanged
+        )
+    recorder.check_exhausted()
+    return recorder.trace()
+
+
+class _Operator(NamedTuple):
+    """What an operator's schema says: its name, and where the arguments are that it writes to."""
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+
+
+@functools.cache
+def _describe(func: Any) -> _Operator:
+    written = tuple(
+        (-1 if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return _Operator(func._schema.name, written)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Sees every operator that the loader runs; lets it run, or takes it down and lets it not."""
+
+    def __init__(self, manifest: Manifest, targets: Targets, given: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._manifest = manifest
+        self._targets = targets
+        # Kept until the trace is done, so that no later storage can take the address of one that is known.
+        self._kept = list(given)
+        self._given = given
+        self._lineage = {storage_key(t): _Lineage((i,), "", False) for i, t in enumerate(given)}
+        self._made: set[int] = set()
+        self._current: int | None = None
+        self._fed = 0
+        self._steps = 0
+        self._copies: list[tuple[Any, ...]] = []
+        self._fills: list[tuple[Any, ...]] = []
+        self.refusal: UnsupportedError | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True, torch's default, imports its compiler at the first operator: seconds and a lot of memory in each worker,
+        # to protect from a compilation that nobody asks for here. A torch that does not know the flag ignores it.
+        return False
+
+    def feed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The manifest's tensors one by one; remembers which one the loader has."""
+        for i, (name, tensor) in enumerate(zip(self._manifest.names, self._given, strict=True)):
+            self._current, self._fed = i, i + 1
+            yield name, tensor
+
+    def check_exhausted(self) -> None:
+        """Raise ``ManifestError`` unless the loader took every tensor that there was."""
+        if self._fed < len(self._manifest):
+            name = self._manifest.names[self._fed]
+            raise ManifestError(
+                f"load_weights took {self._fed} of {len(self._manifest)} tensors and never asked for {name}: it must "
+                "run through the iterator that it is given",
+                tensor=name,
+            )
+
+    def explain(self, fault: Exception) -> RankcastError:
+        """The loader's failure as an error that names the tensor it had at that moment."""
+        if self.refusal is not None:
+            return self.refusal
+        name = None if self._current is None else self._manifest.names[self._current]
+        if isinstance(fault, RankcastError):
+            fault.tensor = fault.tensor if fault.tensor is not None else name
+            return fault
+        what = "its first tensor" if self._current is None else str(self._manifest.row(self._current))
+        return ManifestError(f"load_weights failed on {what}: {type(fault).__name__}: {fault}", tensor=name)
+
+    def trace(self) -> Trace:
+        return Trace(
+            manifest=self._manifest,
+            destinations=self._targets.manifest,
+            layouts=self._targets.layouts,
+            aliases=tuple(self._targets.aliases),
+            copies=Copies(*zip(*self._copies, strict=True)),
+            fills=Fills(*zip(*self._fills, strict=True)),
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = _describe(func)
+        try:
+            if operator.written:
+                return self._write(func, operator, args, kwargs)
+            return self._compute(func, operator, args, kwargs)
+        except UnsupportedError as fault:
+            self.refusal = self.refusal or fault
+            raise
+
+    def _compute(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
+        """Run an operator that writes nothing, and note whence what it returns comes."""
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        keys = {storage_key(tensor) for tensor in inputs}
+        lineage = _NOTHING if operator.name in _FORM_ONLY else self._merge(keys, operator.name)
+        if lineage.sources:
+            if operator.name in _DECIDING:
+                names = ", ".join(self._manifest.names[i] for i in lineage.sources)
+                raise UnsupportedError(
+                    f"the loader looks at the values of {names} ({operator.name}), which a trace does not have",
+                    tensor=self._manifest.names[lineage.sources[0]],
+                )
+            args, kwargs = _without_storage(args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            key = storage_key(tensor)
+            if key not in keys:
+                self._made.add(key)
+                self._set(tensor, key, lineage)
+            elif operator.name == "aten::lift_fresh":
+                self._made.add(key)
+        return result
+
+    def _write(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
+        """Take down a write to a destination, or let a write to the loader's own tensors happen."""
+        written = [
+            kwargs.get(name) if place < 0 or place >= len(args) else args[place] for place, name in operator.written
+        ]
+        into = list(_tensors(written))
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        target = next((tensor for tensor in into if self._targets.holds(storage_key(tensor))), None)
+        if target is not None:
+            self._record(operator, target, args)
+            return args[0]
+        lineage = self._merge({storage_key(tensor) for tensor in inputs}, operator.name)
+        for tensor in into:
+            key = storage_key(tensor)
+            if key not in self._made and key not in self._lineage:
+                raise UnsupportedError(
+                    f"the loader writes ({operator.name}) to a tensor of shape {list(tensor.shape)} that is neither "
+                    "its own nor a destination: a trace would change the engine, or miss what goes there",
+                    tensor=None if self._current is None else self._manifest.names[self._current],
+                )
+            if lineage.sources or lineage.parameter:
+                self._set(tensor, key, lineage)
+        if lineage.sources:
+            # The values do not exist, so the write cannot happen; what it would have left behind is noted above.
+            return args[0] if operator.written[0][0] == 0 else written[0]
+        return func(*args, **kwargs)
+
+    def _record(self, operator: _Operator, target: torch.Tensor, args: Any) -> None:
+        name = self._targets.name_at(target)
+        simple = operator.written == ((0, "self"),)
+        if simple and operator.name == "aten::zero_":
+            self._fill(operator, target, 0)
+        elif simple and operator.name in ("aten::fill_", "aten::copy_"):
+            value = args[1]
+            if not isinstance(value, torch.Tensor):
+                self._fill(operator, target, value)
+            elif self._merge({storage_key(value)}, "") == _NOTHING and _constant(value):
+                self._fill(operator, target, value.as_strided((), (), value.storage_offset()).item())
+            else:
+                self._copy(operator, target, value, name)
+        else:
+            raise UnsupportedError(
+                f"the loader writes {name} with {operator.name}: only copies and constant fills can be traced",
+                tensor=name,
+            )
+
+    def _fill(self, operator: _Operator, target: torch.Tensor, value: float) -> None:
+        index, offset = self._targets.locate(target, operator.name)
+        self._fills.append((self._steps, tuple(target.shape), index, offset, tuple(target.stride()), repr(value)))
+        self._steps += 1
+
+    def _copy(self, operator: _Operator, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        lineage = self._merge({storage_key(source)}, "")
+        if lineage.parameter:
+            raise UnsupportedError(
+                f"the loader writes {name} with what it read from a parameter: that value depends on the weights which "
+                "are there at the time",
+                tensor=name,
+            )
+        if lineage == _NOTHING:
+            if self._current is None:
+                raise UnsupportedError(f"the loader writes {name} before it has any tensor", tensor=name)
+            lineage = _Lineage((self._current,), UNTRACED, False)
+        if source.numel() != target.numel():
+            raise UnsupportedError(
+                f"the loader copies {self._manifest.names[lineage.sources[0]]} as {list(source.shape)} over "
+                f"{list(target.shape)} elements of {name}: a copy that broadcasts cannot be traced",
+                tensor=name,
+            )
+        through = lineage.through
+        if not through and dtype_name(source.dtype) != self._manifest.dtypes[lineage.sources[0]]:
+            through = "view"
+        if not through and (source.is_conj() or source.is_neg()):
+            through = "conj"
+        source = source.expand(target.shape)  # dimensions of one index, in front
+        index, offset = self._targets.locate(target, operator.name)
+        if not through and target.dtype != self._targets.dtype(index):
+            through = "view"
+        self._copies.append(
+            (
+                self._steps,
+                lineage.sources,
+                dtype_name(source.dtype),
+                0 if through else source.storage_offset(),
+                tuple(source.stride()),
+                tuple(target.shape),
+                index,
+                offset,
+                tuple(target.stride()),
+                through,
+            )
+        )
+        self._steps += 1
+
+    def _merge(self, keys: Iterable[int], operator: str) -> _Lineage:
+        """The lineage of what an operator makes of the storages with ``keys``."""
+        sources: dict[int, None] = {}
+        through, parameter = "", False
+        for key in keys:
+            known = _PARAMETER if self._targets.holds(key) else self._lineage.get(key)
+            if known is not None:
+                sources.update(dict.fromkeys(known.sources))
+                through = through or known.through
+                parameter = parameter or known.parameter
+        if not sources and not parameter:
+            return _NOTHING
+        return _Lineage(tuple(sorted(sources)), through or operator.removeprefix("aten::"), parameter)
+
+    def _set(self, tensor: torch.Tensor, key: int, lineage: _Lineage) -> None:
+        if lineage == _NOTHING:
+            # The address may have been that of a tensor which is gone.
+            self._lineage.pop(key, None)
+            return
+        self._lineage[key] = lineage
+        if tensor.is_meta:
+            self._kept.append(tensor)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among ``values`` and in lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _constant(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one element, perhaps repeated, whose value is there."""
+    repeated = all(size == 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and repeated and not tensor.is_meta
+
+
+def _without_storage(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The same call on the meta device, where operands without values can meet those that have some."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return type(value)(bare(one) for one in value)
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    return [bare(value) for value in args], {name: bare(value) for name, value in kwargs.items()}

@@ -1,0 +1,145 @@
+"""``connect``: from a target and a source to a sync that is known to work, or a refusal by name.
+
+This module knows the options and the order in which the two sides are joined. It must not know how a push runs. What
+cannot be kept correct is refused here, before any weight moves.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+import msgspec
+import torch
+
+from rankcast.control.report_channel import ReportChannel
+from rankcast.errors import LimitError, UnsupportedError
+from rankcast.process import this_process
+from rankcast.telemetry.progress import Progress, ProgressCallback
+from rankcast.trainer.exports import Exports
+from rankcast.trainer.fleet import Fleet
+from rankcast.trainer.group import form_group
+from rankcast.trainer.lead import Lead
+from rankcast.trainer.leading import Leading
+from rankcast.trainer.pausing import PAUSE_MODES
+from rankcast.trainer.sources import WeightSource, as_source
+from rankcast.trainer.sync import Sync
+from rankcast.trainer.targets import clients
+from rankcast.wire.bodies import Owner
+from rankcast.wire.codec import Codec, find_secret
+from rankcast.wire.payload import ROUTES, check_transport
+
+MODES = ("auto", "ranklocal", "broadcast")
+TRANSPORTS = ("auto", "shm")
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """What rank 0's meeting with the fleet came to, for the other ranks."""
+
+    kind: str
+
+
+def connect(
+    target: object,
+    source: WeightSource | torch.nn.Module | str | os.PathLike[str] | Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    *,
+    group: object | None = None,
+    mode: str = "auto",
+    transport: str = "auto",
+    bucket_bytes: int = 512 * 2**20,
+    check: Literal["coverage"] = "coverage",
+    on_failure: Literal["mark_unusable"] = "mark_unusable",
+    pause: str | None = "keep",
+    secret: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    tls_verify: bool = True,
+    listen: str | None = None,
+    timeout: float = 300.0,
+    progress: Literal[True] | Callable[[Progress], None] | None = None,
+) -> Sync:
+    """Join a trainer's weights to the engines that are to have them; in an SPMD trainer every rank calls this.
+
+    ``target``: a URL, a list of URLs, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's counts.
+    ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that returns an
+    iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
+    process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
+    an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
+    ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
+    progress before a wait fails. ``progress``: a callable that is given ``Progress`` records, or True for a live line.
+
+    Raises ``UnsupportedError`` for options that do not go together, ``PushError`` naming every tensor that is unknown,
+    missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when
+    another rank failed.
+    """
+    mode, transport = _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
+    ranks = form_group(group, timeout=timeout)
+    ranks.begin()
+    cleanup: list[Callable[[], None]] = [ranks.close]
+    try:
+        found = as_source(source)
+        cleanup.insert(0, found.close)
+        options = f"mode={mode!r}, transport={transport!r}, bucket_bytes={bucket_bytes}, pause={pause!r}"
+        exports = Exports(found, ranks, options=options, bucket_bytes=bucket_bytes)
+        cleanup.insert(0, exports.close)
+        leading = None
+        if ranks.rank == 0:
+            codec = Codec(find_secret(secret))
+            channel = ReportChannel(codec, listen=listen)
+            cleanup.insert(0, channel.close)
+            channel.start()
+            fleet = Fleet(
+                clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout),
+                channel,
+                timeout=timeout,
+                pulse=ranks.pulse,
+            )
+            lead = Lead(fleet, codec, channel.url, _owner(), mode=mode, transport=transport, lease=timeout)
+            leading = Leading.meet(lead, channel, exports.manifest, mode=mode, transport=transport, pause_mode=pause)
+            cleanup.insert(0, leading.close)
+            exports.kind = leading.kind
+        outcome = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind)), "the fleet is met")
+        exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
+        exports.refresh()
+        return Sync(found, ranks, exports, leading, _shown(progress))
+    except BaseException as error:
+        ranks.fail(error)
+        for close in cleanup:
+            close()
+        raise
+
+
+def _check_options(
+    mode: str, transport: str, bucket_bytes: int, check: str, on_failure: str, pause: str | None, timeout: float
+) -> tuple[str, str]:
+    if mode not in MODES:
+        raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    if mode == "auto":
+        mode = "ranklocal"
+    if transport in ROUTES:
+        check_transport(transport, routed=mode != "broadcast")
+    if transport not in TRANSPORTS:
+        raise UnsupportedError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS)}")
+    if pause not in PAUSE_MODES:
+        raise UnsupportedError(f"pause {pause!r} is not one of {', '.join(map(repr, PAUSE_MODES))}")
+    if check != "coverage" or on_failure != "mark_unusable":
+        raise UnsupportedError(f"check={check!r}, on_failure={on_failure!r}: there are 'coverage' and 'mark_unusable'")
+    if bucket_bytes < 1:
+        raise LimitError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+    if not timeout > 0:
+        raise LimitError(f"timeout is {timeout}; it must be a positive number of seconds")
+    return mode, "shm" if transport == "auto" else transport
+
+
+def _owner() -> Owner:
+    return Owner(secrets.token_hex(16), this_process(), f"the trainer on {socket.gethostname()}, pid {os.getpid()}")
+
+
+def _shown(progress: Literal[True] | ProgressCallback | None) -> ProgressCallback | None:
+    if progress is True:
+        from rankcast.telemetry.line import live_line
+
+        return live_line()
+    return progress

@@ -1,0 +1,188 @@
+"""What all trainer ranks together export for a push, and where each tensor lies.
+
+This module knows the union of the ranks' manifests, who owns which tensor, the rounds and this rank's staging. It
+must not know engines or sessions. Every rank computes owners and rounds alike from the same exchanged records; what
+cannot be computed alike (handles) is exchanged, and only when it changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from rankcast.errors import ManifestError, SourceError, TrainerError
+from rankcast.manifest import DTYPES, Manifest, union
+from rankcast.plan.rounds import Rounds, assign_owners, cut_rounds
+from rankcast.plan.schedule import Placed
+from rankcast.trainer.group import TrainerGroup
+from rankcast.trainer.sources.base import WeightSource
+from rankcast.trainer.staging import Staging, locations
+from rankcast.transports.live import SharedMemoryMap, handle_for
+from rankcast.wire.handles import Handle
+
+
+class _Joined(msgspec.Struct, frozen=True):
+    options: str
+    manifest: Manifest
+
+
+class _State(msgspec.Struct, frozen=True):
+    """One rank's exports: its two buffers, and the tensors that lie in shareable memory already."""
+
+    buffers: tuple[Handle | None, Handle | None] = (None, None)
+    handles: tuple[Handle, ...] = ()
+    live: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
+class _Change(msgspec.Struct, frozen=True):
+    hash: str
+    state: _State | None
+
+
+class Exports:
+    """The trainer ranks' side of a sync that is not about engines."""
+
+    def __init__(self, source: WeightSource, group: TrainerGroup, *, options: str, bucket_bytes: int) -> None:
+        """Exchange manifests. Collective over ``group``; raises the same error on every rank.
+
+        ``options`` is what must be equal on all ranks.
+        """
+        self._source = source
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self.staging: Staging | None = None
+        self.kind = "shm"
+        joined = _Joined(options, source.manifest())
+        replies = group.exchange(msgspec.msgpack.encode(joined), "manifests")
+        all_joined = [msgspec.msgpack.decode(reply, type=_Joined) for reply in replies]
+        for rank, other in enumerate(all_joined):
+            if other.options != all_joined[0].options:
+                raise TrainerError(
+                    f"trainer rank {rank} calls connect with {other.options}, rank 0 with {all_joined[0].options}: "
+                    "every rank must pass the same options"
+                )
+        manifests = [other.manifest for other in all_joined]
+        self.manifest = union(manifests)
+        if not len(self.manifest):
+            raise ManifestError("no trainer rank holds any tensor: there is nothing to push")
+        self._held = [[self.manifest.index[name] for name in manifest.names] for manifest in manifests]
+        self._owners = assign_owners(self._held, self.manifest.sizes)
+        self._states = [_State() for _ in manifests]
+        self._sent = ""
+        self._rounds: Rounds | None = None
+        self._laid_out_for: list[frozenset[int]] | None = None
+
+    @property
+    def rounds(self) -> Rounds:
+        assert self._rounds is not None, "refresh comes first"
+        return self._rounds
+
+    def refresh(self) -> tuple[Placed, tuple[Handle, ...]]:
+        """Agree on where everything lies now. Collective; cheap when nothing moved since the last push.
+
+        Returns the columns and all segments' handles.
+        """
+        live = self._find_live()
+        self._exchange(live)
+        lying = [frozenset(state.live) for state in self._states]
+        if lying != self._laid_out_for:
+            self._lay_out(lying)
+            self._exchange(live)
+        return self._placed()
+
+    def _find_live(self) -> _State:
+        """This rank's own tensors that lie in a shareable segment, exported as they lie."""
+        if not self._source.stable or self.kind != "shm":
+            return _State()
+        shared = SharedMemoryMap()
+        handles: dict[Handle, int] = {}
+        made: dict[int, int] = {}
+        rows: list[tuple[int, int, int]] = []
+        for weight in self._source.read():
+            index = self.manifest.index.get(weight.meta.name)
+            if index is None or self.manifest.row(index) != weight.meta:
+                raise SourceError(f"the source yields {weight.meta}, its manifest differs", tensor=weight.meta.name)
+            if weight.tensor is None or self._owners[index] != self._group.rank or not weight.meta.nbytes:
+                continue
+            found = shared.find(weight.tensor.data_ptr(), weight.meta.nbytes)
+            if found is not None and found.offset % DTYPES[weight.meta.dtype] == 0:
+                file = found.descriptor
+                if file not in made:
+                    made[file] = handles.setdefault(handle_for(found), len(handles))
+                rows.append((index, made[file], found.offset))
+        columns = list(zip(*rows, strict=True)) or [(), (), ()]
+        return _State(handles=tuple(handles), live=columns[0], segments=columns[1], offsets=columns[2])
+
+    def _exchange(self, live: _State) -> None:
+        buffers = self.staging.handles if self.staging is not None else (None, None)
+        state = msgspec.structs.replace(live, buffers=buffers)
+        digest = hashlib.blake2b(msgspec.msgpack.encode(state), digest_size=16).hexdigest()
+        change = _Change(digest, None if digest == self._sent else state)
+        self._sent = digest
+        for rank, reply in enumerate(self._group.exchange(msgspec.msgpack.encode(change), "where tensors lie")):
+            said = msgspec.msgpack.decode(reply, type=_Change)
+            if said.state is not None:
+                self._states[rank] = said.state
+
+    def forget_exchange(self) -> None:
+        """After a push that failed half-way nobody knows who heard what: say everything again at the next."""
+        self._sent = ""
+
+    def _lay_out(self, lying: list[frozenset[int]]) -> None:
+        anywhere = frozenset().union(*lying)
+        staged = [index not in anywhere for index in range(len(self.manifest))]
+        self._rounds = cut_rounds(self._held, self._owners, self.manifest.sizes, staged, self._bucket_bytes)
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+        self.staging = Staging(
+            self._source,
+            self.manifest,
+            self._rounds,
+            rank=self._group.rank,
+            held=self._held[self._group.rank],
+            owners=self._owners,
+            staged=staged,
+            kind=self.kind,
+        )
+        self._laid_out_for = lying
+
+    def _placed(self) -> tuple[Placed, tuple[Handle, ...]]:
+        handles: list[Handle] = []
+        buffers: list[int] = []
+        live: dict[int, tuple[int, int]] = {}
+        for state in self._states:
+            for buffer in state.buffers:
+                buffers.append(len(handles))
+                if buffer is not None:
+                    handles.append(buffer)
+            base = len(handles)
+            handles += state.handles
+            for index, segment, offset in zip(state.live, state.segments, state.offsets, strict=True):
+                live[index] = (base + segment, offset)
+        # A tensor of no bytes needs no memory, but its column needs a segment: any will do.
+        at_least = handles or self._no_segment()
+        segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers)
+        clamped = tuple(min(segment, len(at_least) - 1) for segment in segments)
+        return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(at_least)
+
+    def _no_segment(self) -> list[Handle]:
+        raise ManifestError("every tensor is empty: there is nothing to push")
+
+    def staged_bytes(self) -> int:
+        """What all ranks together copy into their buffers in one push."""
+        return sum(sum(row) for row in self.rounds.buckets)
+
+    def owned(self, rank: int) -> Sequence[int]:
+        """The tensors that ``rank`` exports, as indices into the manifest."""
+        return [index for index, owner in enumerate(self._owners) if owner == rank]
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None

@@ -1,0 +1,198 @@
+"""What only trainer rank 0 does around a session: pausing, publishing, resuming, and counting.
+
+This module joins the lead with pausing and the report channel, and keeps the counters of a report. It must not know
+where weights come from. Resuming is the last thing that happens, and only to a fleet that is whole: every worker at the
+new version, or every worker at the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rankcast.control.report_channel import ReportChannel
+from rankcast.errors import UnsupportedError
+from rankcast.manifest import Manifest
+from rankcast.plan.schedule import Placed, WorkerSchedule
+from rankcast.telemetry.progress import StageClock
+from rankcast.telemetry.report import PushReport, WorkerRow
+from rankcast.trainer.fleet import Engine, refuse
+from rankcast.trainer.lead import Lead
+from rankcast.trainer.pausing import pause, reset_caches, resume
+from rankcast.transports.segment import Segment
+from rankcast.transports.shm import create_segment
+from rankcast.wire.handles import Handle, kind_of
+
+#: The bytes of the segment with which workers try whether they can open what this trainer exports.
+_PROBE_BYTES = 4096
+
+
+class Leading:
+    """Rank 0's side of a sync."""
+
+    def __init__(
+        self, lead: Lead, channel: ReportChannel, probe: Segment, *, mode: str, transport: str, pause_mode: str | None
+    ) -> None:
+        self.lead = lead
+        self.kind = kind_of(probe.handle)
+        self.total_bytes = 0
+        self._fleet = lead.fleet
+        self._channel = channel
+        self._probe = probe
+        self._mode = mode
+        self._transport = transport
+        self._pause = pause_mode
+        self._version = ""
+        self._manifest = Manifest((), (), ())
+        self._placed = Placed((), (), (), 0)
+        self._open = False
+        self._seconds: dict[tuple[str, int], float] = {}
+
+    @classmethod
+    def meet(
+        cls,
+        lead: Lead,
+        channel: ReportChannel,
+        manifest: Manifest,
+        *,
+        mode: str,
+        transport: str,
+        pause_mode: str | None,
+    ) -> Leading:
+        """Meet the fleet, and find out by a probe how its workers can open what this trainer exports.
+
+        Raises ``PushError`` as ``Lead.meet`` does, and ``UnsupportedError`` when a worker can open neither kind.
+        """
+        why: dict[str, str] = {}
+        for kind in ("shm", "shm_name"):
+            probe = create_segment(_PROBE_BYTES, kind=kind)
+            try:
+                answer = lead.meet(manifest, probe.handle)
+                shut = next(((r.worker.label, r.unreachable) for _, r in answer.reports if not r.opened), None)
+            except BaseException:
+                probe.close()
+                raise
+            if shut is None:
+                return cls(lead, channel, probe, mode=mode, transport=transport, pause_mode=pause_mode)
+            probe.close()
+            why[kind] = f"{shut[0]}: {shut[1]}"
+        raise UnsupportedError(
+            "a worker cannot open this trainer's shared memory, neither through /proc "
+            f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
+        )
+
+    def open(
+        self, version: str, manifest: Manifest, placed: Placed, handles: Sequence[Handle], clock: StageClock
+    ) -> None:
+        """Pause, claim, start and prepare; returns when every worker has proved the whole session."""
+        self._version, self._manifest, self._placed = version, manifest, placed
+        self._seconds = {}
+        self._requests = _requests(self._fleet.engines)
+        self._fleet.worker_calls = 0
+        refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
+        self._open = True
+        self.lead.claim(version, lambda engines: self._meet_again(engines))
+        self.lead.prepare(manifest, placed, handles)
+        self.total_bytes = sum(cut.nbytes for _, _, cut in self._schedules())
+
+    def _meet_again(self, engines: Sequence[Engine]) -> None:
+        """Workers that restarted or joined late get the manifest again, and then everything."""
+        self.lead.meet(self._manifest, self._probe.handle, engines)
+
+    def _schedules(self) -> list[tuple[Engine, int, WorkerSchedule]]:
+        return [(engine, w.rank, self.lead.schedule(engine, w.rank)) for engine, w in self._fleet.workers()]
+
+    def install(self, turn: int, done: int) -> int:
+        """Send a round; returns ``done`` plus the bytes that workers were told to read with it."""
+        self.lead.install(turn)
+        return done + sum(cut.nbytes_by_round[turn] for _, _, cut in self._schedules())
+
+    def installed(self) -> None:
+        """Wait for the round under way."""
+        for engine, report in self.lead.installed():
+            who = (engine.id, report.worker.rank)
+            self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
+
+    def finish(self) -> None:
+        """Every worker of every engine attests."""
+        self.lead.finish()
+
+    def publish(self) -> None:
+        """Name the version everywhere, drop old caches, give the lease back, and only then resume."""
+        self.lead.set_version()
+        refuse(reset_caches(self._fleet), "the weights are installed but not published")
+        refuse(self.lead.release().faults, "the weights are installed but not published")
+        self._open = False
+        refuse(resume(self._fleet), f"{self._version!r} is published but an engine did not resume")
+
+    def abandon(self, reason: str) -> str:
+        """End the session on the whole fleet; says what it serves now. Never raises."""
+        try:
+            if not self._open:
+                return "no session was open: every worker serves what it had"
+            self._open = False
+            state = self.lead.abort(reason)
+            if not self.lead.serves_old:
+                return f"{state}. Engines stay paused: push again, which resumes them when every worker is whole"
+            stuck = resume(self._fleet)
+            return state + "".join(f"; {fault} (still paused)" for fault in stuck)
+        except Exception as error:
+            return f"the fleet could not be told to abort ({type(error).__name__}: {error}): ask rankcast status"
+
+    def report(self, clock: StageClock, *, staged_bytes: int) -> PushReport:
+        """The report of the push just published."""
+        rows = []
+        for engine, rank, cut in self._schedules():
+            worker = engine.workers[rank]
+            rows.append(
+                WorkerRow(
+                    engine=engine.id,
+                    where=engine.where,
+                    rank=rank,
+                    dp=worker.dp,
+                    pp=worker.pp,
+                    tp=worker.tp,
+                    ep=worker.ep,
+                    tensors=cut.tensors,
+                    nbytes=cut.nbytes,
+                    calls=cut.calls,
+                    seconds=self._seconds.get((engine.id, rank), 0.0),
+                )
+            )
+        calls = sum(row.calls for row in rows)
+        requests, request_bytes = _requests(self._fleet.engines)
+        return PushReport(
+            weight_version=self._version,
+            mode=self._mode,
+            transport=self._transport,
+            seconds=clock.elapsed,
+            stage_seconds=dict(clock.seconds),
+            rounds=self._placed.installs,
+            tensors=len(self._manifest),
+            nbytes=self.total_bytes,
+            staged_bytes=staged_bytes,
+            worker_calls=calls,
+            control_calls=self._fleet.worker_calls - calls,
+            requests=requests - self._requests[0],
+            request_bytes=request_bytes - self._requests[1],
+            ignored=self.lead.ignored,
+            workers=tuple(rows),
+        )
+
+    def close(self) -> None:
+        """Give everything back; engines that cannot be reached any more are left alone."""
+        self.lead.release(connection=True)
+        self._probe.close()
+        self._channel.close()
+        for engine in self._fleet.engines:
+            close = getattr(engine.client, "close", None)
+            if callable(close):
+                close()
+
+
+def _requests(engines: Sequence[Engine]) -> tuple[int, int]:
+    """Requests and bytes of bodies so far; a client that does not count counts as nothing."""
+    clients = [engine.client for engine in engines]
+    return (
+        sum(getattr(client, "requests", 0) for client in clients),
+        sum(getattr(client, "request_bytes", 0) for client in clients),
+    )

@@ -1,0 +1,94 @@
+"""The contract of a weight source: what it holds, and how it hands it over, tensor by tensor.
+
+This module knows what a push asks of a source and what a source must promise. It must not know any kind of source, nor
+where the bytes go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rankcast.manifest import Manifest, TensorMeta
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One tensor of a push, handed over by a source; good until the source is asked for the next one.
+
+    ``fill`` writes the tensor's bytes, dense and row-major in ``meta.dtype``, into a 1-D uint8 CPU tensor of
+    ``meta.nbytes`` elements. ``tensor`` is the tensor itself where nothing has to be computed or moved: a dense
+    row-major CPU tensor of ``meta``'s dtype and shape that stays at its address and keeps its values until the push has
+    returned, so that its bytes may be read where they lie. It is ``None`` for every other tensor.
+    """
+
+    meta: TensorMeta
+    fill: Callable[[torch.Tensor], None]
+    tensor: torch.Tensor | None = None
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Write the tensor into ``buffer``, a dense 1-D uint8 CPU tensor of exactly ``meta.nbytes`` elements.
+
+        The buffer must start at a multiple of the element's size. Raises ``ValueError`` when it is another kind of
+        buffer, and ``SourceError`` when the source has moved on or cannot deliver what ``meta`` says.
+        """
+        if (
+            buffer.dtype != torch.uint8
+            or buffer.device.type != "cpu"
+            or buffer.shape != (self.meta.nbytes,)
+            or not buffer.is_contiguous()
+        ):
+            raise ValueError(
+                f"{self.meta} needs a dense 1-D uint8 CPU buffer of {self.meta.nbytes} bytes, got "
+                f"{buffer.dtype}{list(buffer.shape)} on {buffer.device}"
+            )
+        self.fill(buffer)
+
+
+class WeightSource(ABC):
+    """Where one trainer rank's new weights come from. Subclass it for a trainer that no source of rankcast's own fits.
+
+    In an SPMD trainer every rank has a source of its own, which states what *that* rank holds. Tensors that several
+    ranks hold must be equal on all of them, bit for bit: only one of them is sent.
+
+    ``stable`` says that weights may have their ``tensor``, and that ``read`` does no work and no collective before a
+    weight is written: it is then also read before a push, to see which tensors can be exported where they lie.
+    """
+
+    stable: bool = False
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Names (in checkpoint coordinates), wire dtypes and **full** (global) shapes of what this rank holds.
+
+        The same for the lifetime of the source: workers are told once, at connect, and plan by it. A source that states
+        a shard's shape as if it were the whole tensor's is refused there, or by the workers, which know the full shape.
+        """
+
+    @abstractmethod
+    def read(self) -> Iterator[Weight]:
+        """Hand over every tensor of ``manifest()``, each once and **in its order**; called once for each push.
+
+        The order is an obligation: ranks advance together by it, so that a source may run a collective for each tensor,
+        and a rank that yields in another order lets the others wait for ever in a collective that never comes. Every
+        rank goes through all that it holds, also through tensors that another rank sends. Raises ``SourceError`` as
+        soon as what it finds differs from the manifest; bytes that were sent before stay on the workers, half new,
+        which is why a source compares before it yields. The caller closes the iterator when it stops early.
+        """
+
+    def close(self) -> None:
+        """Let go of whatever the source holds open. Idempotent, never raises."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,141 @@
+"""Staging: one trainer rank's two buffers, filled round by round from its source.
+
+This module knows a source, the rounds and this rank's segments. It must not know other ranks, engines or sessions. A
+buffer is written again only when the caller says so, which it does once every worker that reads it has answered. Both
+buffers are made and pre-faulted once: memory touched for the first time costs many times a warm copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from rankcast.errors import SourceError
+from rankcast.manifest import Manifest
+from rankcast.plan.rounds import Rounds
+from rankcast.trainer.sources.base import Weight, WeightSource
+from rankcast.transports.segment import Segment
+from rankcast.transports.shm import create_segment
+from rankcast.wire.handles import Handle
+
+
+class Staging:
+    """This rank's part of every push: ``begin`` once, then ``stage`` for each round in order."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        manifest: Manifest,
+        rounds: Rounds,
+        *,
+        rank: int,
+        held: Sequence[int],
+        owners: Sequence[int],
+        staged: Sequence[bool],
+        kind: str,
+    ) -> None:
+        """Make the buffers; raises ``LimitError`` when the machine has no room for them.
+
+        ``manifest`` is the union over all ranks; ``owners`` and ``staged`` are columns over it, ``held`` lists what
+        this rank's source yields.
+        """
+        self._source = source
+        self._manifest = manifest
+        self._rounds = rounds
+        self._mine = [owner == rank and kept for owner, kept in zip(owners, staged, strict=True)]
+        self._expected = Counter(rounds.rounds[index] for index in held)
+        sizes = rounds.buckets[rank]
+        self._buffers: list[Segment | None] = []
+        try:
+            for parity in (0, 1):
+                size = max(sizes[parity::2], default=0)
+                self._buffers.append(create_segment(size, kind=kind) if size else None)
+        except BaseException:
+            self.close()
+            raise
+        self._reader: Iterator[Weight] | None = None
+        self._ahead: Weight | None = None
+
+    @property
+    def handles(self) -> tuple[Handle | None, Handle | None]:
+        """The handles of the even and the odd rounds' buffer; ``None`` where no round needs one."""
+        first, second = (buffer.handle if buffer is not None else None for buffer in self._buffers)
+        return first, second
+
+    def begin(self) -> None:
+        """Start a fresh pass over the source."""
+        self.end()
+        self._reader = iter(self._source.read())
+        self._ahead = next(self._reader, None)
+
+    def stage(self, turn: int) -> int:
+        """Write this rank's tensors of round ``turn`` into their buffer; returns how many bytes it wrote.
+
+        Raises ``SourceError`` when the source deviates from its manifest.
+        """
+        assert self._reader is not None, "begin comes first"
+        buffer = self._buffers[turn % 2]
+        written = seen = 0
+        while self._ahead is not None:
+            index = self._index(self._ahead)
+            if self._rounds.rounds[index] > turn:
+                break
+            if self._mine[index]:
+                size = self._manifest.sizes[index]
+                start = self._rounds.offsets[index]
+                if buffer is not None and size:
+                    self._ahead.write(buffer.memory[start : start + size])
+                written += size
+            seen += 1
+            # Let go of this tensor before the source makes the next one.
+            self._ahead = None
+            self._ahead = next(self._reader, None)
+        if seen != self._expected[turn]:
+            raise SourceError(f"the source yielded {seen} of the {self._expected[turn]} tensors of round {turn}")
+        return written
+
+    def _index(self, weight: Weight) -> int:
+        index = self._manifest.index.get(weight.meta.name)
+        if index is None:
+            raise SourceError(f"the source yields {weight.meta}, which its manifest lacks", tensor=weight.meta.name)
+        if self._manifest.row(index) != weight.meta:
+            raise SourceError(
+                f"the source yields {weight.meta}, its manifest says {self._manifest.row(index)}",
+                tensor=weight.meta.name,
+            )
+        return index
+
+    def end(self) -> None:
+        """Leave the pass, finished or not; a generator behind it is closed."""
+        close = getattr(self._reader, "close", None)
+        self._reader, self._ahead = None, None
+        if close is not None:
+            close()
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = []
+
+
+def locations(
+    rounds: Rounds,
+    owners: Sequence[int],
+    live: Mapping[int, tuple[int, int]],
+    *,
+    buffers: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where each tensor lies: columns of segment index and byte offset.
+
+    ``buffers`` gives for each (rank, parity), at ``2 * rank + parity``, the index of that buffer among all segments;
+    ``live`` has (segment, offset) of the tensors that are exported as they lie.
+    """
+    segments: list[int] = []
+    offsets: list[int] = []
+    for index, owner in enumerate(owners):
+        segment, offset = live.get(index) or (buffers[2 * owner + rounds.rounds[index] % 2], rounds.offsets[index])
+        segments.append(segment)
+        offsets.append(offset)
+    return tuple(segments), tuple(offsets)

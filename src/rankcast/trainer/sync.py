@@ -1,0 +1,148 @@
+"""A sync: what ``connect`` returns, and the push that every trainer rank makes together.
+
+This module joins the trainer ranks' exports with rank 0's part towards the fleet, in lock-step by round. It must not
+know how either does its work. However a push ends, it ends on every rank: with the same report, or with an error that
+says what the fleet serves now.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rankcast.errors import PushError, RankcastError, StateError, TrainerError
+from rankcast.telemetry.progress import Progress, ProgressCallback, Stage, StageClock
+from rankcast.telemetry.report import PushReport
+from rankcast.trainer.exports import Exports
+from rankcast.trainer.group import TrainerGroup
+from rankcast.trainer.leading import Leading
+from rankcast.trainer.sources.base import WeightSource
+
+
+class Sync:
+    """Pushes one source into one fleet, any number of times. Made by ``rankcast.connect``; a context manager.
+
+    In an SPMD trainer every rank has one, and every rank makes every call.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        group: TrainerGroup,
+        exports: Exports,
+        leading: Leading | None,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._source = source
+        self._group = group
+        self._exports = exports
+        self._leading = leading
+        self._progress = progress
+        self._closed = False
+
+    def push(self, weight_version: str) -> PushReport:
+        """Bring the source's weights into every worker of every engine, and publish them as ``weight_version``.
+
+        Returns, on every trainer rank, when the trainer may change its weights again. Raises ``PushError`` when the
+        fleet did not take them (its message says what every worker serves now), and ``TrainerError`` when another
+        trainer rank raised or died. A later push starts afresh.
+        """
+        if self._closed:
+            raise StateError("push on a closed sync: connect again")
+        if not weight_version:
+            raise StateError(f"weight_version is a non-empty string, got {weight_version!r}: name the weights")
+        self._group.begin()
+        clock = StageClock()
+        try:
+            return self._push(weight_version, clock)
+        except BaseException as error:
+            self._exports.forget_exchange()
+            failure = self._conclude(weight_version, error)
+            self._group.fail(failure)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            if self._exports.staging is not None:
+                self._exports.staging.end()
+
+    def _push(self, version: str, clock: StageClock) -> PushReport:
+        group, exports, leading = self._group, self._exports, self._leading
+        with clock.stage("plan"):
+            placed, handles = exports.refresh()
+            staging = exports.staging
+            assert staging is not None, "refresh lays out"
+        with clock.stage("prepare"):
+            if leading is not None:
+                leading.open(version, exports.manifest, placed, handles, clock)
+            group.broadcast(b"", "prepared")
+        staging.begin()
+        done = 0
+        for turn in range(placed.installs):
+            with clock.stage("wire"):
+                # Round turn-2 used the same buffer: the lead has heard from all of its readers before it says this.
+                group.broadcast(b"", f"buffer of round {turn} is free")
+                staging.stage(turn)
+                group.gather(b"", f"round {turn} is staged")
+            if leading is not None:
+                with clock.stage("install"):
+                    leading.installed()
+                    done = leading.install(turn, done)
+                self._tell(version, "install", turn, placed.installs, done)
+        if leading is not None:
+            with clock.stage("install"):
+                leading.installed()
+            with clock.stage("check"):
+                leading.finish()
+            with clock.stage("publish"):
+                leading.publish()
+            report = leading.report(clock, staged_bytes=exports.staged_bytes())
+            self._tell(version, "publish", placed.installs, placed.installs, report.nbytes)
+            group.broadcast(msgspec.msgpack.encode(report), "published")
+            return report
+        mine = msgspec.msgpack.decode(group.broadcast(b"", "published"), type=PushReport)
+        return msgspec.structs.replace(mine, seconds=clock.elapsed, stage_seconds=dict(clock.seconds))
+
+    def _conclude(self, version: str, error: BaseException) -> BaseException:
+        """What this rank raises; on the lead, after the fleet was told to end the session."""
+        if self._leading is None:
+            return error
+        state = self._leading.abandon(f"{type(error).__name__}: {error}")
+        if not isinstance(error, Exception):
+            return error
+        text = error.message if isinstance(error, RankcastError) else f"{type(error).__name__}: {error}"
+        headline = "" if text.startswith(("push of", "connect")) else f"push of {version!r} failed: "
+        message = f"{headline}{text}. {state}"
+        if isinstance(error, PushError):
+            return PushError(message, faults=error.faults, codes=error.codes, tensor=error.tensor)
+        if isinstance(error, TrainerError):
+            return TrainerError(message)
+        code = error.code if isinstance(error, RankcastError) else "internal"
+        tensor = error.tensor if isinstance(error, RankcastError) else None
+        return PushError(message, faults=(text,), codes=(code,), tensor=tensor)
+
+    def _tell(self, version: str, stage: Stage, turn: int, rounds: int, done: int) -> None:
+        if self._progress is not None and self._leading is not None:
+            total = self._leading.total_bytes
+            self._progress(Progress(version, stage, turn, rounds, done, total))
+
+    def close(self) -> None:
+        """Give back the lease, the segments, the report channel and the trainer ranks' connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._leading is not None:
+            self._leading.close()
+        self._exports.close()
+        self._source.close()
+        self._group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

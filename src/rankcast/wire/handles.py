@@ -1,0 +1,60 @@
+"""Handles: plain-data records with which one process opens what another exports.
+
+This module knows the fields of each kind of handle. It must not open anything: that is a transport's work, and what it
+opens it compares with the record. Every kind carries a ``format`` number, so that a record of another layout is refused
+and not misread.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rankcast.errors import LocationError
+from rankcast.process import ProcessIdentity
+
+#: The layout of handle records that this version writes and reads.
+FORMAT = 1
+
+
+class ShmHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shm"):
+    """Anonymous shared memory, opened read-only through ``/proc/<pid>/fd/<descriptor>`` of its owner.
+
+    ``size`` is in bytes; ``device`` and ``inode`` are the descriptor's ``st_dev`` and ``st_ino``.
+    """
+
+    format: int
+    owner: ProcessIdentity
+    descriptor: int
+    size: int
+    device: int
+    inode: int
+
+
+class ShmNameHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shm_name"):
+    """Named shared memory under ``/dev/shm``, for readers in another pid namespace; ``name`` has no directory part.
+
+    ``size`` is in bytes; ``inode`` is the file's ``st_ino``. The owner unlinks it once every reader has it.
+    """
+
+    format: int
+    owner: ProcessIdentity
+    name: str
+    size: int
+    inode: int
+
+
+Handle = ShmHandle | ShmNameHandle
+
+
+def check_format(handle: Handle) -> None:
+    """Raise ``LocationError`` when a handle is of a layout that this version does not read."""
+    if handle.format != FORMAT:
+        raise LocationError(
+            f"a handle of format {handle.format} came, this worker reads format {FORMAT}: "
+            "use the same rankcast version on the trainer and on the engines"
+        )
+
+
+def kind_of(handle: Handle) -> str:
+    """The kind of a handle, as its record says it."""
+    return str(handle.__struct_config__.tag)

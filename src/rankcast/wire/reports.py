@@ -1,0 +1,87 @@
+"""The records that workers send back to the trainer.
+
+This module knows what a worker says after a call. It must not know how a report travels or what the trainer concludes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rankcast import errors
+from rankcast.errors import RankcastError
+from rankcast.topology import Worker
+from rankcast.wire.bodies import PROTOCOL
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong: the stable code of its error class, the message, and the tensor it is about, if any."""
+
+    code: str
+    message: str
+    tensor: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """A fault from an exception; anything that is not rankcast's own is an ``internal`` fault."""
+        if isinstance(error, RankcastError):
+            return cls(error.code, _sendable(error.message), None if error.tensor is None else _sendable(error.tensor))
+        return cls("internal", _sendable(f"{type(error).__name__}: {error}"))
+
+
+def _sendable(text: str) -> str:
+    # A lone surrogate, from a name or a path, has no encoding: it must not keep a fault from being reported.
+    return text.encode(errors="backslashreplace").decode()
+
+
+def error_of(fault: Fault, *, worker: str | None = None) -> RankcastError:
+    """The error that a fault came from, for raising it on another process; unknown codes give the base class."""
+    known = {cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RankcastError)}
+    return known.get(fault.code, RankcastError)(fault.message, tensor=fault.tensor, worker=worker)
+
+
+class Touched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker's own loader does with the tensors of an init manifest, as indices into it.
+
+    ``names`` are copied from into parameters; ``ignored`` the loader passes over on purpose. ``missing`` says in words
+    which parameters would stay incomplete, by at most ten lines, and ``missing_count`` how many there are.
+    """
+
+    names: tuple[int, ...]
+    ignored: tuple[int, ...]
+    missing: tuple[str, ...] = ()
+    missing_count: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one worker answers to one call, or to an identify.
+
+    ``call`` is the kind that was handled (``identify``, ``init``, ``claim``, ``release``, ``start``, ``prepare``,
+    ``install``, ``abort``, ``finish``). ``session`` and ``sequence`` are those of the call, ``request`` that of an init
+    message. ``state`` and ``servable`` are the worker's after the call; ``generation`` counts the sessions it completed
+    since its process began; ``connection`` and ``schedule_hash`` are what it still holds. ``tensors`` and ``nbytes``
+    count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not.
+    ``ended`` says that a session which its trainer had left open was ended by this call.
+    """
+
+    protocol: int = PROTOCOL
+    request: str = ""
+    session: str = ""
+    call: str
+    sequence: int = -1
+    worker: Worker
+    state: str
+    servable: bool
+    generation: int
+    weight_version: str = ""
+    connection: str = ""
+    schedule_hash: str = ""
+    faults: tuple[Fault, ...] = ()
+    repeated: bool = False
+    ended: bool = False
+    tensors: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    opened: bool | None = None
+    unreachable: str = ""
+    touched: Touched | None = None
+    unsent: int = 0
