@@ -66,9 +66,7 @@ def started_server(
         )
         try:
             facts = json.loads(_first_line(process, said))
-            yield RunningServer(
-                facts["url"], facts["engine_id"], facts["pid"], tuple(facts["workers"]), process
-            )
+            yield RunningServer(facts["url"], facts["engine_id"], facts["pid"], tuple(facts["workers"]), process)
         finally:
             _end(process)
 

@@ -102,6 +102,11 @@ class Session:
         if self._holder is not None and self._holder.id == owner.id and not self.is_open:
             self._drop_lease()
 
+    def forget_holder(self) -> None:
+        """Drop a lease that nobody can claim any more (``check_lease`` said so), when no session is open under it."""
+        if not self.is_open:
+            self._drop_lease()
+
     # -- the life of a session -------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -121,7 +126,7 @@ class Session:
 
     def may_prepare(self, sequence: int) -> bool:
         """Whether to act on a prepare: False for a repeat of one already done. Raises ``StateError`` out of order."""
-        if self._state is State.PREPARED and sequence == self._sequence:
+        if self._state in (State.PREPARED, State.INSTALLING, State.INSTALLED) and sequence == 0:
             return False
         if self._state is not State.STARTED or sequence != 0:
             raise StateError(f"prepare with sequence number {sequence}, but the session is {self._state}")
@@ -142,7 +147,7 @@ class Session:
         """
         if self._state not in (State.PREPARED, State.INSTALLING, State.INSTALLED):
             raise StateError(f"install {sequence} came, but the session is {self._state}: prepare first")
-        if sequence == self._sequence and sequence > 0:
+        if 0 < sequence <= self._sequence:
             return False
         if sequence != self._sequence + 1 or sequence > self._installs:
             raise StateError(

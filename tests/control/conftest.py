@@ -50,6 +50,13 @@ class ScriptedEngine:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
+    def forget(self) -> None:
+        """As new: handlers that wait are let go, and nothing is scripted or remembered."""
+        self._loop.call_soon_threadsafe(self.closing.set)
+        self.closing = asyncio.Event()
+        for kept in (self.answers, self.received, self.headers, self.peers):
+            kept.clear()
+
     def _serve(self) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
@@ -67,11 +74,17 @@ class ScriptedEngine:
         return JSONResponse({}) if answer is None else await answer(request)
 
 
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
+@pytest.fixture(scope="module")
+def _server() -> Iterator[ScriptedEngine]:
     server = ScriptedEngine()
     yield server
     server.close()
+
+
+@pytest.fixture
+def engine(_server: ScriptedEngine) -> Iterator[ScriptedEngine]:
+    yield _server
+    _server.forget()
 
 
 @pytest.fixture

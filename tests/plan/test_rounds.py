@@ -5,11 +5,13 @@ It knows the promises of `rankcast.plan.rounds`; it must not know tensors or pro
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rankcast.plan.rounds import ALIGNMENT, Rounds, assign_owners, cut_rounds
 
 Case = tuple[list[list[int]], list[int], list[bool], int]
@@ -64,7 +66,7 @@ def test_a_bucket_holds_no_more_than_it_may_and_nothing_overlaps(case: Case) -> 
                 t for t in held[rank] if owners[t] == rank and rounds.rounds[t] == number and staged[t] and sizes[t]
             ]
             spans = sorted((rounds.offsets[t], rounds.offsets[t] + sizes[t]) for t in inside)
-            assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
             assert all(start % ALIGNMENT == 0 for start, _ in spans)
             assert rounds.buckets[rank][number] == (spans[-1][1] if spans else 0)
             assert rounds.buckets[rank][number] <= bucket or len(spans) == 1

@@ -9,10 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankcast.errors import ManifestError, PayloadError, RankcastError
+from rankcast.errors import LocationError, ManifestError, PayloadError, RankcastError, UnsupportedError
 from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL, Abort, Install
-from rankcast.wire.payload import EVERYONE, bare_entry, check_addressee, is_bare, is_own, narrow, own_payload, pick
+from rankcast.wire.handles import FORMAT, check_format
+from rankcast.wire.payload import (
+    EVERYONE,
+    ROUTES,
+    bare_entry,
+    check_addressee,
+    check_transport,
+    is_bare,
+    is_own,
+    is_routed,
+    narrow,
+    own_payload,
+    pick,
+)
 
 JSON = st.recursive(
     st.none()
@@ -182,3 +195,44 @@ def test_an_entry_for_the_worker_itself_or_for_every_worker_is_taken() -> None:
     everyone = Abort(session="s", engine="f" * 32, rank=None, workers=4, sequence=-1, weight_version="", reason="r")
     with pytest.raises(PayloadError, match="every worker"):
         check_addressee(everyone, worker(1, 4))
+
+
+@pytest.mark.parametrize("transport", sorted(ROUTES))
+@pytest.mark.parametrize(
+    ("payload", "routed"),
+    [
+        ([{"names": []}], True),
+        ([], True),
+        ({"names": []}, False),
+        (own_payload({0: {}, 1: {}}), True),
+        (own_payload({None: {}}), False),
+        (own_payload({None: {}, 1: {}}), True),
+    ],
+)
+def test_entries_of_their_own_are_refused_over_a_transport_that_cannot_route_them(
+    transport: str, payload: Any, routed: bool
+) -> None:
+    assert is_routed(payload) is routed
+    if routed and transport == "collective":
+        with pytest.raises(UnsupportedError, match="'collective', which gives every worker the same"):
+            check_transport(transport, routed=routed)
+    else:
+        check_transport(transport, routed=routed)
+
+
+def test_a_transport_that_nobody_knows_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UnsupportedError, match=r"'pigeon': known are shm, .*collective"):
+        check_transport("pigeon", routed=False)
+
+
+def test_a_handle_of_another_format_is_refused_with_both_numbers() -> None:
+    process = {"host": "h", "namespace": "n", "pid": 1, "start_time": 2}
+    handle = {"kind": "shm_name", "format": FORMAT, "owner": process, "name": "x", "size": 1, "inode": 3}
+    (read,) = bare_entry({"names": [], "segments": [handle]}).segments
+    check_format(read)
+    (newer,) = bare_entry({"names": [], "segments": [{**handle, "format": FORMAT + 1}]}).segments
+    with pytest.raises(LocationError, match=rf"format {FORMAT + 1} came, this worker reads format {FORMAT}"):
+        check_format(newer)
+    for odd in ({**handle, "more": 1}, {k: v for k, v in handle.items() if k != "size"}, {**handle, "size": "1"}, []):
+        with pytest.raises(PayloadError, match="malformed"):
+            bare_entry({"names": [], "segments": [odd]})

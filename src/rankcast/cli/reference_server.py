@@ -29,8 +29,8 @@ def reference_server(
     """Serve CHECKPOINT, a qwen3_moe directory, on vLLM's RL routes until SIGINT or SIGTERM.
 
     Prints the URL once it answers, as a line of its own, or with ``json`` as one JSON object with ``url``,
-    ``engine_id``, ``pid``, ``workers`` (their pids) and ``layout``. ``port`` 0 takes any free one. The secret is that of
-    RANKCAST_SECRET or RANKCAST_SECRET_FILE. Raises ``RankcastError`` when it cannot start.
+    ``engine_id``, ``pid``, ``workers`` (their pids) and ``layout``. ``port`` 0 takes any free one. The secret is
+    that of RANKCAST_SECRET or RANKCAST_SECRET_FILE. Raises ``RankcastError`` when it cannot start.
     """
     import msgspec
 

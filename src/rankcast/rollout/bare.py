@@ -6,9 +6,9 @@ before its first byte is read; completeness can only be asked at finish.
 
 from __future__ import annotations
 
-from rankcast.errors import ManifestError
+from rankcast.errors import ManifestError, StateError
 from rankcast.manifest import Manifest, TensorMeta, listed
-from rankcast.rollout.delivery import Delivery, Segments
+from rankcast.rollout.delivery import Delivery, Segments, schedule_manifest
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.scope import Scope
 from rankcast.wire.bodies import Schedule
@@ -22,11 +22,6 @@ class BareSession:
         self._installer = installer
         self._segments = Segments()
         self._delivered: dict[str, TensorMeta] = {}
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing but empty entries came."""
-        return not self._delivered
 
     def check(self, entry: BareEntry) -> Delivery:
         """Open what ``entry`` names; raises an error and reads nothing when any part of it is wrong."""
@@ -45,6 +40,7 @@ class BareSession:
         count = len(manifest)
         columns = ([0] * count, [at for at, _ in entry.locations], [offset for _, offset in entry.locations])
         schedule = Schedule(manifest.names, manifest.dtypes, manifest.shapes, *(tuple(column) for column in columns))
+        schedule_manifest(schedule, installs=1, segments=len(entry.segments))
         opened = self._segments.use(entry.segments)
         return Delivery(schedule, opened, installs=1)
 
@@ -52,8 +48,13 @@ class BareSession:
         """Remember that ``entry`` was installed."""
         self._delivered.update((row.name, row) for row in entry.manifest().rows())
 
-    def check_complete(self) -> None:
-        """Raise ``ManifestError`` when what was delivered leaves a parameter partly new; nothing at all is fine."""
+    def check_complete(self, *, whole: bool) -> None:
+        """Raise ``ManifestError`` when what was delivered leaves a parameter partly new.
+
+        Nothing at all is fine, unless the weights are not ``whole`` since an earlier update failed: ``StateError``.
+        """
+        if not (self._delivered or whole):
+            raise StateError("finish, but nothing came and an earlier update left the weights incomplete: send them all")
         if self._delivered:
             Scope(Manifest.of(self._delivered.values()), self._installer).check_complete()
 

@@ -134,16 +134,16 @@ class Receiver:
 
         Never raises: an engine that routes outcomes itself reads ``faults`` of what comes back.
         """
-        return self._handle(call, argument)[0]
+        return self.answer(call, argument)[0]
 
     def _call(self, call: str, argument: object = None) -> None:
         """Raise the first fault for a caller that has no report channel; within rankcast's own sessions, nothing."""
-        report, told = self._handle(call, argument)
+        report, told = self.answer(call, argument)
         if report.faults and not told:
             raise error_of(report.faults[0], worker=self.worker.label)
 
-    def _handle(self, call: str, argument: object) -> tuple[Report, bool]:
-        """The report, and whether there was a report channel to tell."""
+    def answer(self, call: str, argument: object = None) -> tuple[Report, bool]:
+        """``handle``, and whether there was a report channel to tell."""
         with self._lock:
             started = time.monotonic()
             answer = _Answer(call)
@@ -176,8 +176,10 @@ class Receiver:
 
     def _init(self, answer: _Answer, init_info: object) -> None:
         if isinstance(init_info, Mapping) and not init_info and not self._codec.signed:
+            answer.url = ""  # whoever asks is not the trainer that listens there
             self._session.check_lease(None, time.monotonic())
             self._end_open_session(answer)
+            self._session.forget_holder()
             return
         body: InitBody = self._codec.open(init_info, InitBody, what="an init message")
         answer.url, answer.request, answer.call = body.report, body.request, kind_of(body)
@@ -318,7 +320,7 @@ class Receiver:
     def _finish_bare(self) -> None:
         assert self._bare is not None
         try:
-            self._bare.check_complete()
+            self._bare.check_complete(whole=self.servable)
         except RankcastError:
             self._abandon()
             raise

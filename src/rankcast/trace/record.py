@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankcast.errors import ManifestError, RankcastError, UnsupportedError
 from rankcast.manifest import Manifest
 from rankcast.trace.columns import Cast, Copies, Fills, Trace
+from rankcast.trace.coverage import storage_order
 from rankcast.trace.dtypes import dtype_name
 from rankcast.trace.targets import Targets, meta_tensors, storage_key
 
@@ -182,6 +183,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                     f"the loader looks at the values of {names} ({operator.name}), which a trace does not have",
                     tensor=self._manifest.names[lineage.sources[0]],
                 )
+            if operator.name == "aten::_to_copy" and _only_moves(args[0], kwargs):
+                return args[0].detach()
             args, kwargs = _without_storage(args, kwargs)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
@@ -256,6 +259,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             if self._current is None:
                 raise UnsupportedError(f"the loader writes {name} before it has any tensor", tensor=name)
             lineage = _Lineage((self._current,), UNTRACED, False)
+        try:
+            spread = source.expand(target.shape)  # for dimensions of one index, in front
+        except RuntimeError:
+            raise ManifestError(
+                f"{self._manifest.names[lineage.sources[0]]} has a wrong shape: {list(source.shape)} of it would go "
+                f"into {list(target.shape)} elements of {name}",
+                tensor=self._manifest.names[lineage.sources[0]],
+            ) from None
         if source.numel() != target.numel():
             raise UnsupportedError(
                 f"the loader copies {self._manifest.names[lineage.sources[0]]} as {list(source.shape)} over "
@@ -267,7 +278,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             through = "view"
         if not through and (source.is_conj() or source.is_neg()):
             through = "conj"
-        source = source.expand(target.shape)  # dimensions of one index, in front
         index, offset = self._targets.locate(target, operator.name)
         if not through and target.dtype != self._targets.dtype(index):
             through = "view"
@@ -277,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 lineage.sources,
                 dtype_name(source.dtype),
                 0 if through else source.storage_offset(),
-                tuple(source.stride()),
+                tuple(spread.stride()),
                 tuple(target.shape),
                 index,
                 offset,
@@ -318,6 +328,16 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a ``_to_copy`` changes nothing but the device; the result then has the very elements and strides."""
+    same = (
+        kwargs.get("dtype") in (None, tensor.dtype)
+        and kwargs.get("layout") in (None, tensor.layout)
+        and kwargs.get("memory_format") in (None, torch.preserve_format)
+    )
+    return same and storage_order(tensor.shape, tensor.stride()) is not None
 
 
 def _constant(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ This module knows torch storages. It must not know what a loader does or what a 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Mapping
 
 import torch
@@ -27,7 +26,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 class Targets:
     """Destinations by storage region: tied parameters, which are the same region, count once.
 
-    Raises ``UnsupportedError`` for one that is not dense, and for two that overlap without being the same.
+    One that is not dense, or overlaps another without being the same, is refused when something writes to it: engines
+    have buffers of that kind which no checkpoint fills.
     """
 
     def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -37,6 +37,7 @@ class Targets:
         self.aliases: list[tuple[str, str]] = []
         self._kept: list[tuple[str, torch.Tensor]] = []
         self._regions: dict[int, list[tuple[int, int, int]]] = {}
+        self._faults: dict[int, str] = {}
         same: dict[tuple[object, ...], str] = {}
         for name, tensor in self._before.items():
             place = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -45,10 +46,8 @@ class Targets:
                 continue
             same[place] = name
             if storage_order(tensor.shape, tensor.stride()) is None:
-                raise UnsupportedError(
-                    f"{name} has shape {list(tensor.shape)} but strides {list(tensor.stride())}: a parameter that is "
-                    "not dense in its storage cannot be traced",
-                    tensor=name,
+                self._faults[len(self._kept)] = (
+                    f"has shape {list(tensor.shape)} but strides {list(tensor.stride())}, so it is not dense"
                 )
             start, length = int(tensor.storage_offset()), extent(tensor.shape, tensor.stride())
             regions = self._regions.setdefault(storage_key(tensor), [])
@@ -56,13 +55,16 @@ class Targets:
             self._kept.append((name, tensor))
         for regions in self._regions.values():
             regions.sort()
-            for (_, end, first), (begin, _, second) in itertools.pairwise(regions):
-                if begin < end:
-                    raise UnsupportedError(
-                        f"{self._kept[first][0]} and {self._kept[second][0]} share part of their storage: a parameter "
-                        "must be tied whole or not at all",
-                        tensor=self._kept[second][0],
-                    )
+            self._note_overlaps(regions)
+
+    def _note_overlaps(self, regions: list[tuple[int, int, int]]) -> None:
+        reach, last = -1, -1
+        for start, end, index in regions:
+            if start < min(reach, end):
+                self._faults.setdefault(index, f"shares part of its storage with {self._kept[last][0]}")
+                self._faults.setdefault(last, f"shares part of its storage with {self._kept[index][0]}")
+            if end > reach:
+                reach, last = end, index
 
     @property
     def manifest(self) -> Manifest:
@@ -90,7 +92,12 @@ class Targets:
         if at < 0 or end > regions[at][1]:
             near = self._kept[regions[max(at, 0)][2]][0]
             raise UnsupportedError(f"{operator} writes beyond {near} in the storage that it is part of", tensor=near)
-        name, tensor = self._kept[regions[at][2]]
+        index = regions[at][2]
+        name, tensor = self._kept[index]
+        if index in self._faults:
+            raise UnsupportedError(
+                f"{operator} writes to {name}, which {self._faults[index]}: such a write cannot be traced", tensor=name
+            )
         if view.itemsize != tensor.itemsize or view.dtype.is_complex != tensor.dtype.is_complex:
             raise UnsupportedError(
                 f"{operator} writes into {name} as {dtype_name(view.dtype)}, but it is {dtype_name(tensor.dtype)}: a "
@@ -99,7 +106,7 @@ class Targets:
             )
         if _repeats(view):
             raise UnsupportedError(f"{operator} writes elements of {name} more than once in one call", tensor=name)
-        return regions[at][2], int(view.storage_offset()) - int(tensor.storage_offset())
+        return index, int(view.storage_offset()) - int(tensor.storage_offset())
 
     def name_at(self, view: torch.Tensor) -> str:
         """The name of a destination whose storage ``view`` is part of: the one it lies in, else the first."""

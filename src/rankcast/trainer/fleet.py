@@ -156,26 +156,36 @@ class Fleet:
                 for (owner, _), report in self._channel.reports(key(engine), call, sequence).items()
                 if report.request or owner == engine.id
             ]
+            self.worker_calls += max(len(engine.workers), len(came))
             reports += [(engine, report) for report in came]
             own = [WorkerFault(engine.where, report.worker.label, f) for report in came for f in report.faults]
             error = errors.get(id(engine))
             if error is not None and not own:
                 own.append(WorkerFault(engine.where, "", fault_of(error)))
             if error is None:
-                own += [WorkerFault(engine.where, "", fault) for fault in self._silent(engine, came)]
+                own += self._silent(engine, came, key(engine))
             faults += own
-        self.worker_calls += sum(len(engine.workers) for engine in asked)
         return Answer(tuple(reports), tuple(faults))
 
-    def _silent(self, engine: Engine, came: Sequence[Report]) -> list[Fault]:
+    def _silent(self, engine: Engine, came: Sequence[Report], name: str) -> list[WorkerFault]:
+        """A fault for each worker that said nothing about this call: what it said instead, or that it cannot reach us."""
         ranks = [report.worker.rank for report in came]
         expected = came[0].worker.workers if came else max(len(engine.workers), 1)
-        silent = missing_ranks(ranks, expected)
+        faults: list[WorkerFault] = []
+        silent = []
+        for rank in missing_ranks(ranks, expected):
+            # A worker that could not read its entry does not know which call it was, but says why.
+            last = self._channel.latest(engine.id, rank)
+            if last is not None and last.session == name and last.faults:
+                faults += [WorkerFault(engine.where, last.worker.label, fault) for fault in last.faults]
+            else:
+                silent.append(rank)
         if not silent:
-            return []
+            return faults
         who = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {engine.where}"
         cure = "pass listen='ADDRESS' that the workers can connect to"
-        return [Fault("engine", f"{who} cannot reach {self._channel.url}: {cure}")]
+        fault = Fault("engine", f"{who} cannot reach {self._channel.url}: {cure}")
+        return [*faults, WorkerFault(engine.where, "", fault)]
 
 
 def fault_of(error: BaseException) -> Fault:

@@ -46,6 +46,7 @@ class Lead:
         self._installs = 0
         self.serves_old = True
         self._generations: dict[tuple[str, int], int] = {}
+        self._refused: set[tuple[str, int]] = set()
 
     # -- connecting ------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,6 @@ class Lead:
         requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
 
         def send(engine: Engine) -> None:
-            engine.workers = {}
             body = Init(
                 request=requests[id(engine)],
                 report=self._report_url,
@@ -107,6 +107,7 @@ class Lead:
         self._session = secrets.token_hex(16)
         self._version = version
         self._pending = None
+        self._generations, self._refused = {}, set()
         requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
 
         def send(engine: Engine) -> None:
@@ -121,9 +122,10 @@ class Lead:
             engine.client.init_weight_transfer_engine(self._codec.seal(body))
 
         answer = self.fleet.ask("claim", send, key=lambda engine: requests[id(engine)])
+        self._generations = {(r.worker.engine, r.worker.rank): r.generation for _, r in answer.reports}
+        self._refused = {(r.worker.engine, r.worker.rank) for _, r in answer.reports if r.faults}
         refuse(answer.faults, f"push of {version!r} refused")
         strangers = []
-        self._generations = {(r.worker.engine, r.worker.rank): r.generation for _, r in answer.reports}
         for engine in self.fleet.engines:
             reports = answer.of(engine)
             engine.take_over(reports)
@@ -131,6 +133,7 @@ class Lead:
             if {r.worker.rank: r.worker.engine for r in reports} != known or any(
                 r.connection != self.connection for r in reports
             ):
+                engine.meet(reports)
                 strangers.append(engine)
             else:
                 engine.schedule_hashes = {r.worker.rank: r.schedule_hash for r in reports}
@@ -243,7 +246,9 @@ class Lead:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        reached = [engine for engine in self.fleet.engines if engine.workers]
+        # A worker that refused our claim is in somebody else's session, or in none: its weights are not ours to end.
+        ours = {(engine.id, worker.rank) for engine, worker in self.fleet.workers()} - self._refused
+        reached = [engine for engine in self.fleet.engines if any((engine.id, rank) in ours for rank in engine.workers)]
 
         def send(engine: Engine) -> None:
             engine.client.update_weights(self._payload(engine, entry))
@@ -263,7 +268,7 @@ class Lead:
 
         answer = self._ask("abort", send, engines=reached)
         spoke = {(engine.id, report.worker.rank): report for engine, report in answer.reports}
-        silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) not in spoke]
+        silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) in ours - spoke.keys()]
         broken = [report.worker.label for report in spoke.values() if not report.servable]
         renewed = [
             report.worker.label

@@ -45,6 +45,7 @@ class Leading:
         self._manifest = Manifest((), (), ())
         self._placed = Placed((), (), (), 0)
         self._open = False
+        self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
 
     @classmethod
@@ -86,6 +87,7 @@ class Leading:
         """Pause, claim, start and prepare; returns when every worker has proved the whole session."""
         self._version, self._manifest, self._placed = version, manifest, placed
         self._seconds = {}
+        self._published = False
         self._requests = _requests(self._fleet.engines)
         self._fleet.worker_calls = 0
         refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
@@ -121,12 +123,14 @@ class Leading:
         self.lead.set_version()
         refuse(reset_caches(self._fleet), "the weights are installed but not published")
         refuse(self.lead.release().faults, "the weights are installed but not published")
-        self._open = False
+        self._open, self._published = False, True
         refuse(resume(self._fleet), f"{self._version!r} is published but an engine did not resume")
 
     def abandon(self, reason: str) -> str:
         """End the session on the whole fleet; says what it serves now. Never raises."""
         try:
+            if self._published:
+                return f"every worker serves {self._version!r}; what did not resume stays paused"
             if not self._open:
                 return "no session was open: every worker serves what it had"
             self._open = False

@@ -17,9 +17,13 @@ PAUSE_MODES = (None, "keep", "wait", "abort")
 
 
 def pause(fleet: Fleet, mode: str | None) -> list[WorkerFault]:
-    """Pause every engine that is not paused; returns the faults of those that could not be."""
+    """Pause every engine that is not paused; returns the faults of those that could not be.
+
+    When any could not be, the others go on as before: there will be no update.
+    """
     if mode is None:
         return []
+    fresh: list[Engine] = []
 
     def hold(engine: Engine) -> None:
         stop, ask = capability(engine.client, "pause"), capability(engine.client, "is_paused")
@@ -28,9 +32,12 @@ def pause(fleet: Fleet, mode: str | None) -> list[WorkerFault]:
         if ask is not None and ask():
             return
         stop(mode)
+        if not engine.paused_by_us:
+            fresh.append(engine)
         engine.paused_by_us = True
 
-    return [WorkerFault(engine.where, "", fault_of(error)) for engine, error in fleet.each("pause", hold)]
+    faults = [WorkerFault(engine.where, "", fault_of(error)) for engine, error in fleet.each("pause", hold)]
+    return faults + resume(fleet, fresh) if faults else []
 
 
 def reset_caches(fleet: Fleet) -> list[WorkerFault]:

@@ -1,9 +1,9 @@
 """The two ends of an expert-parallel layer: what is copied to every trainer rank, and what is summed over them.
 
-This module knows gradients: a value that every rank uses has the sum of the ranks' gradients, and a sum over ranks hands
-its own gradient to every term. It must not know what is computed in between, nor how ranks reach each other: a ``Reduce``
-sums a tensor over them in place. Both ends run a collective, so every rank must go through both, with the same shapes,
-whether or not a token was routed to it.
+This module knows gradients: a value that every rank uses has the sum of the ranks' gradients, and a sum over ranks
+hands its own gradient to every term. It must not know what is computed in between, nor how ranks reach each other: a
+``Reduce`` sums a tensor over them in place. Both ends run a collective, so every rank must go through both, with the
+same shapes, whether or not a token was routed to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _CopiedToRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         ctx.reduce(flat)
-        pieces = flat.split([gradient.numel() for gradient in gradients])
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         return None, *(piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True))
 
 

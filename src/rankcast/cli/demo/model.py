@@ -96,7 +96,7 @@ class _Attention(nn.Module):
         return output
 
     def _heads(self, wide: torch.Tensor) -> torch.Tensor:
-        return wide.unflatten(-1, (-1, self._head)).transpose(1, 2)
+        return wide.view(*wide.shape[:-1], -1, self._head).transpose(1, 2)
 
 
 class _Experts(nn.Module):

@@ -75,7 +75,8 @@ def error_answer(error: BaseException) -> Response:
         error = RankcastError(f"{type(error).__name__}: {error}")
         return answer({"error": {"code": "internal", "message": error.message, "faults": []}}, 500)
     row = {"worker": error.worker, "code": error.code, "message": error.message, "tensor": error.tensor}
-    return answer({"error": {"code": error.code, "message": error.message, "faults": [row]}}, error.status)
+    faults = [row] if error.worker is not None else []
+    return answer({"error": {"code": error.code, "message": error.message, "faults": faults}}, error.status)
 
 
 def faults_answer(reports: Sequence[Report]) -> Response | None:

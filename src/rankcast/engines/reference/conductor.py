@@ -6,6 +6,7 @@ It must not know how a fleet is configured, nor HTTP.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from rankcast.wire.reports import Report
 #: How often a fleet at rest looks for requests that were held too long, in seconds.
 _LOOK_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -139,6 +142,9 @@ class Conductor:
                     self.queue.expire()
                 if self._processes.lost is not None and len(self.queue):
                     self.queue.fail_all(NotServableError(self._processes.lost), waiting=True)
+        except Exception as fault:
+            _log.exception("the fleet's thread failed")
+            self._processes.lose(f"the fleet's thread failed: {type(fault).__name__}: {fault}")
         finally:
             with self._gate:
                 self._stopping = True

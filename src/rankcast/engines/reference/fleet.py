@@ -152,6 +152,11 @@ class Fleet:
         self._conductor.admit(request)
         return request
 
+    def abandon(self, request: Request) -> None:
+        """Nobody waits for ``request`` any more: it gets no further pass. Harmless once it is answered."""
+        request.abandoned = True
+        self._processes.wake()
+
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating; returns when no forward pass is running or will run. See ``RequestQueue.pause``."""
         self.submit_pause(mode).result()
@@ -176,6 +181,11 @@ class Fleet:
     @property
     def paused(self) -> bool:
         return self._conductor.queue.paused
+
+    @property
+    def requests(self) -> int:
+        """How many requests are in flight or waiting."""
+        return len(self._conductor.queue)
 
     @property
     def lost(self) -> str | None:

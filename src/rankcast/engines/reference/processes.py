@@ -21,7 +21,6 @@ from typing import TypeVar
 
 import msgspec
 
-import rankcast
 from rankcast.engines.reference import messages
 from rankcast.engines.reference.channel import Channel, ChannelClosed, checked
 from rankcast.engines.reference.layout import Layout
@@ -120,7 +119,7 @@ class WorkerProcesses:
             left = deadline - time.monotonic()
             if left <= 0:
                 silent = sorted(waiting)
-                self._lose(silent[0], f"did not answer within {seconds:.0f} s (silent: workers {silent})")
+                self._lose(silent[0], f"did not answer within {seconds:g} s (silent: workers {silent})")
                 break
             for key, events in self._selector.select(left):
                 if key.data is None:
@@ -244,7 +243,7 @@ class WorkerProcesses:
 def _environment() -> dict[str, str]:
     """What a worker inherits: the server's environment, less the secret, and this very rankcast on its path."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANKCAST_SECRET", "RANKCAST_SECRET_FILE")}
-    source = str(Path(rankcast.__file__).parent.parent)
+    source = str(Path(__file__).resolve().parents[3])  # the folder that holds the package
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH", "")]))
     kept["GLOO_SOCKET_IFNAME"] = "lo"
     kept.setdefault("OMP_NUM_THREADS", "1")

@@ -8,6 +8,7 @@ on which address it is served (``serve``). Methods, parameters and answers are t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
@@ -23,8 +24,10 @@ from rankcast.engines.reference.bodies import BODY_LIMIT, answer, error_answer, 
 from rankcast.engines.reference.fleet import Fleet
 from rankcast.engines.reference.request import Ask, Generation
 from rankcast.engines.reference.turns import PauseMode
-from rankcast.errors import PayloadError, UnsupportedError
+from rankcast.errors import PayloadError, RankcastError, UnsupportedError
 from rankcast.wire.reports import Report
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -82,7 +85,10 @@ def _answering(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[R
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
+        except RankcastError as error:
+            return error_answer(error)
         except Exception as error:
+            _log.exception("%s %s failed", request.method, request.url.path)
             return error_answer(error)
 
     return endpoint
@@ -180,6 +186,7 @@ class _Routes:
             "engine_id": fleet.engine,
             "layout": fleet.layout,
             "is_paused": fleet.paused,
+            "requests": fleet.requests,
             "workers": rows,
         }
         return answer(info)
@@ -221,7 +228,7 @@ class _Routes:
                 raise ClientDisconnect
             generation: Generation = answered.result()
         finally:
-            asked.abandoned = True  # harmless once it is answered
+            self._fleet.abandon(asked)
             answered.cancel()
             leaving.cancel()
         versions = generation.weight_versions

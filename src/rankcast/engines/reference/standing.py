@@ -29,7 +29,8 @@ class Standing:
 
     ``uneven`` says what some workers did in this session and others did not: such a session can only be aborted.
     ``mixed`` says that some workers finished a session and others did not: the engine serves nothing until a session is
-    finished on all of them.
+    finished on all of them. ``weight_version`` is empty between a session that wrote and its publication: the old name
+    would be wrong for what is served then, and the new one is not given yet.
     """
 
     def __init__(self, workers: int, weight_version: str = "default") -> None:
@@ -38,6 +39,7 @@ class Standing:
         self.uneven: str | None = None
         self.mixed: str | None = None
         self._updated = False
+        self._wrote = False
 
     @property
     def session_open(self) -> bool:
@@ -61,6 +63,9 @@ class Standing:
             self.mixed = None if self._updated else self.mixed
         elif call == "finish" and partly is not None:
             self.mixed = partly
+        self._wrote = self._wrote or not all(worker.servable for worker in self.workers)
+        if call == "finish" and not failed and self._wrote:
+            self.weight_version, self._wrote = "", False
         if call in ("start", "finish", "abort"):
             self._updated = False
 

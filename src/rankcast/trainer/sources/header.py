@@ -61,8 +61,8 @@ def read_header(descriptor: int, size: int, label: str) -> tuple[Located, ...]:
     """The tensors of the open file, in the order of their data.
 
     ``size`` is the file's in bytes, ``label`` names it in errors. Raises ``SourceError`` naming the file, and the
-    tensor where it is about one, on anything odd: a length that lies, JSON that is malformed or repeats a key, an unknown
-    field or dtype, sizes that do not follow from the shape, an overlap, a hole, or bytes after the last tensor.
+    tensor where it is about one, on anything odd: a length that lies, JSON that is malformed or repeats a key, an
+    unknown field or dtype, sizes that do not follow from the shape, an overlap, a hole, or bytes after the last tensor.
     """
     if size < 8:
         raise SourceError(f"{label} has {size} bytes, too few for a safetensors file")

@@ -58,8 +58,10 @@ class IterableSource(WeightSource):
                 # The weight may outlive this step in the caller's hands; its tensor must not.
                 slot = [tensor]
                 del item, tensor
-                yield Weight(meta, _from(slot, meta))
-                slot.clear()
+                try:
+                    yield Weight(meta, _from(slot, meta))
+                finally:
+                    slot.clear()
         if count < len(promised):
             hint = " (does the function give a fresh iterator at each call?)" if not count else ""
             raise SourceError(

@@ -73,8 +73,10 @@ class SafetensorsSource(WeightSource):
             with _opened(file.path) as descriptor:
                 for located in file.tensors:
                     live = [descriptor]
-                    yield Weight(located.meta, _from(live, file, located))
-                    live.clear()  # the number may be somebody else's descriptor later
+                    try:
+                        yield Weight(located.meta, _from(live, file, located))
+                    finally:
+                        live.clear()  # the number may be somebody else's descriptor later
 
 
 def _from(live: list[int], file: _File, located: Located) -> Callable[[torch.Tensor], None]:
@@ -87,7 +89,12 @@ def _from(live: list[int], file: _File, located: Located) -> Callable[[torch.Ten
         view = buffer.numpy().data
         done = 0
         while done < len(view):
-            count = os.preadv(live[0], [view[done : done + _READ_AT_ONCE]], located.start + done)
+            try:
+                count = os.preadv(live[0], [view[done : done + _READ_AT_ONCE]], located.start + done)
+            except OSError as fault:
+                raise SourceError(
+                    f"{located.meta.name} cannot be read from {file.path}: {fault.strerror}", tensor=located.meta.name
+                ) from fault
             if not count:
                 raise SourceError(
                     f"{file.path} ended while {located.meta.name} was read: it was truncated since connect",

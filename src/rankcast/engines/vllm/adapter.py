@@ -1,0 +1,217 @@
+"""The one file that touches vLLM's insides; tested with the releases of ``TESTED``.
+
+This module knows vLLM's layerwise reload, its groups and its configuration, and the cures for what they get wrong. It
+must not know rankcast's protocol. vLLM is imported inside functions, so that a changed inside is an error at use, with a
+name, and not at import.
+
+Cures (each was silent garbage with stock vLLM 0.32 on CPU):
+
+* MoE experts are packed for the CPU kernel on first load only; a reload copies unpacked weights over packed storage.
+  With ``moe_kernel`` unset the first-load path is taken again.
+* A tied ``lm_head`` keeps a packed copy of its own that a reload does not renew: it is packed again at the end.
+* Counters and buffered loads of a session that failed are left behind: they are dropped at every begin and abandon.
+* Buffered loads keep references into memory that the trainer reuses: what a batch leaves incomplete is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankcast.engines.vllm.plugin import SEED_VARIABLE
+from rankcast.errors import UnsupportedError
+from rankcast.process import this_process
+from rankcast.topology import Worker, engine_rank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Releases, as major.minor, whose insides this file was tested against.
+TESTED = ("0.32",)
+
+MoeKernels = list[tuple[Any, Any]]
+
+
+def unsupported_version() -> str | None:
+    """Why this vLLM cannot be used, or ``None``."""
+    import vllm
+
+    found = str(vllm.__version__)
+    if ".".join(found.split(".")[:2]) in TESTED:
+        return None
+    return f"rankcast needs vLLM {' or '.join(TESTED)}, found {found}: install one of these, or use backend 'ipc'"
+
+
+def identity(config: VllmConfig) -> Worker:
+    """Who this worker is, asked of vLLM's own groups and configuration; call it once they are initialised."""
+    from vllm.distributed import parallel_state
+
+    parallel = config.parallel_config
+    world = parallel.world_size
+    expert = 0
+    # The expert group exists for MoE models without expert parallelism too: only the flag tells.
+    if parallel.enable_expert_parallel and parallel_state._EP is not None:
+        expert = parallel_state.get_ep_group().rank_in_group
+    seed = f"{os.environ.get(SEED_VARIABLE, '')}/{config.instance_id}"
+    return Worker(
+        engine=hashlib.blake2b(seed.encode(), digest_size=16).hexdigest(),
+        rank=engine_rank(dp_index=parallel.data_parallel_index, world_size=world, rank=parallel.rank),
+        workers=world * parallel.data_parallel_size,
+        dp=parallel.data_parallel_index,
+        pp=parallel_state.get_pp_group().rank_in_group,
+        tp=parallel_state.get_tp_group().rank_in_group,
+        ep=expert,
+        device=_device_uuid(),
+        process=this_process(),
+    )
+
+
+def _device_uuid() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Raise ``UnsupportedError`` for what a push would get wrong without anybody noticing."""
+    parallel, model = config.parallel_config, config.model_config
+    wrong = []
+    if parallel.enable_eplb:
+        wrong.append("expert placement that is rebalanced (enable_eplb): the experts a worker holds change under way")
+    if config.lora_config is not None:
+        wrong.append("LoRA (enable_lora): its layers wrap the ones that a checkpoint names")
+    if config.speculative_config is not None:
+        wrong.append("a speculative draft model: it would stay at its old weights")
+    if model.quantization is not None:
+        wrong.append(f"quantisation ({model.quantization}): what is loaded is not what is kept")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1:
+        wrong.append("external_launcher with data parallelism: its ranks are counted differently")
+    if wrong:
+        raise UnsupportedError(f"rankcast does not yet support {'; '.join(wrong)}: serve without it")
+
+
+def may_ignore(config: VllmConfig, name: str) -> bool:
+    """Whether vLLM's loader passes over checkpoint tensor ``name`` on purpose."""
+    hf = config.model_config.hf_config
+    return (name == "lm_head.weight" and bool(getattr(hf, "tie_word_embeddings", False))) or (
+        "rotary_emb.inv_freq" in name
+    )
+
+
+@contextlib.contextmanager
+def on_meta(model: torch.nn.Module) -> Iterator[None]:
+    """The model with its parameters as they are at load time, without storage; the live ones are put back after."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layers = list(model.modules())
+    for layer in layers:
+        info = layerwise.get_layerwise_info(layer)
+        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        layerwise.restore_layer_on_meta(layer, info)
+        for tensor in layerwise.get_layer_tensors(layer).values():
+            # An earlier reload leaves its wrapper on the loader, and that does nothing outside of a reload.
+            if hasattr(tensor, "weight_loader"):
+                tensor.weight_loader = layerwise._get_original_loader(tensor)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            info = layerwise.get_layerwise_info(layer)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def begin_reload(model: torch.nn.Module, config: VllmConfig) -> MoeKernels:
+    """Put the model in the state in which its loaders may run; returns what ``finish_reload`` needs."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if any(layerwise.get_layerwise_info(layer).can_load() for layer in model.modules()):
+        # Somebody else's session was left half-way; its counters must not be added to ours.
+        abandon_reload(model, config, [])
+    kernels = _unset_moe_kernels(model)
+    layerwise.initialize_layerwise_reload(model)
+    return kernels
+
+
+def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Run the model's loader over ``weights``; afterwards nothing refers to their memory any more."""
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    batch = list(weights)
+    with torch.no_grad(), disable_mtp_completeness_check():
+        model.load_weights(iter(batch))
+    borrowed = {tensor.untyped_storage().data_ptr() for _, tensor in batch if tensor.numel()}
+    for layer in model.modules():
+        for _, bound in layerwise.get_layerwise_info(layer).loaded_weights:
+            for name, value in bound.arguments.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and not value.is_meta
+                    and value.untyped_storage().data_ptr() in borrowed
+                ):
+                    bound.arguments[name] = value.clone()
+
+
+def finish_reload(model: torch.nn.Module, config: VllmConfig, kernels: MoeKernels) -> None:
+    """Post-process what is complete and put the live tensors back, with the new values."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    with torch.no_grad():
+        layerwise.finalize_layerwise_reload(model, config.model_config)
+        _put_back_moe_kernels(kernels)
+        _repack_heads(model)
+
+
+def abandon_reload(model: torch.nn.Module, config: VllmConfig, kernels: MoeKernels) -> None:
+    """End a reload that will not be finished: buffered loads and counters go, live tensors come back."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    with torch.no_grad():
+        layerwise.finalize_layerwise_reload(model, config.model_config)
+        _put_back_moe_kernels(kernels)
+        _repack_heads(model)
+
+
+def _unset_moe_kernels(model: torch.nn.Module) -> MoeKernels:
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return []
+    kernels: MoeKernels = []
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+            kernels.append((method, kernel))
+            method.moe_kernel = None
+    return kernels
+
+
+def _put_back_moe_kernels(kernels: MoeKernels) -> None:
+    for method, kernel in kernels:
+        # A layer that was reloaded has made a kernel of its own.
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for layer in model.modules():
+        if not isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
+            continue
+        if hasattr(layer, "cpu_linear") and layer.weight.numel():
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,0 +1,99 @@
+"""What is hooked into vLLM's engine core when, and only when, the backend is ``rankcast``.
+
+This module knows the engine core's pause state and its calls to all workers. It must not know what a payload says. All
+replies of a call are here before anything is concluded from them, so a fault on one rank never leaves another rank's
+reply in the queue; callers without a report channel get one error with every rank's faults, and a session that failed on
+one rank is ended on all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from rankcast.engines.vllm.plugin import BACKEND
+from rankcast.engines.vllm.worker_hooks import CALLS, Reply
+from rankcast.errors import StateError
+from rankcast.session import OPEN
+from rankcast.wire.reports import error_of
+
+
+def hook_engine_core() -> None:
+    """Wrap the engine core's calls; does nothing the second time."""
+    from vllm.v1.engine import core
+
+    for cls in (core.EngineCore, core.DPEngineCoreProc):
+        if "resume_scheduler" in vars(cls):
+            _wrap(cls, "resume_scheduler", _resume)
+    _wrap(core.EngineCore, "collective_rpc", _collective_rpc)
+
+
+def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
+    original = vars(cls)[name]
+    if getattr(original, "rankcast", False):
+        return
+
+    @functools.wraps(original)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.vllm_config.weight_transfer_config
+        if config is None or config.backend != BACKEND:
+            return original(self, *args, **kwargs)
+        return around(self, functools.partial(original, self), *args, **kwargs)
+
+    hooked.rankcast = True  # type: ignore[attr-defined]  # marks a wrapped method, so that it is wrapped once
+    setattr(cls, name, hooked)
+
+
+def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(core, "_rankcast_open", False):
+        raise StateError("resume, but a weight update is open on this engine: finish it or abort it first")
+    if getattr(core, "_rankcast_unservable", False):
+        raise StateError("resume, but the weights of this engine are incomplete: push again, which makes them whole")
+    return original(*args, **kwargs)
+
+
+def _collective_rpc(
+    core: Any,
+    original: Callable[..., Any],
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    if method not in CALLS:
+        return original(method, timeout, args, kwargs)
+    if method == "start_weight_update":
+        _check_quiet(core)
+    replies = _read(core, original(method, timeout, args, kwargs))
+    faults = [(reply.report, fault) for reply in replies if not reply.told for fault in reply.report.faults]
+    if not faults:
+        return None
+    if method in ("update_weights", "finish_weight_update") and not all(
+        reply.report.state == replies[0].report.state for reply in replies
+    ):
+        # Some ranks went on and some did not: no rank may be left with another flag than the rest.
+        _read(core, original("abort_weight_update", timeout, (), None))
+    text = "; ".join(dict.fromkeys(f"{report.worker.label}: {fault.message}" for report, fault in faults))
+    raise error_of(msgspec.structs.replace(faults[0][1], message=text))
+
+
+def _check_quiet(core: Any) -> None:
+    """Refuse to start where generation could run into half-new weights, which ends the engine."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    may_run = isinstance(core, EngineCoreProc) or core.scheduler.has_unfinished_requests()
+    if may_run and not core.is_scheduler_paused():
+        raise StateError("start, but generation is not paused on this engine: POST /pause?mode=keep first")
+    tags = getattr(core.model_executor, "sleeping_tags", ())
+    if "weights" in tags:
+        raise StateError("start, but this engine's weights are asleep: POST /wake_up?tags=weights first")
+
+
+def _read(core: Any, raw: Sequence[Any]) -> list[Reply]:
+    replies = [msgspec.json.decode(reply, type=Reply) for reply in raw]
+    core._rankcast_open = any(reply.report.state in OPEN for reply in replies)
+    core._rankcast_unservable = not all(reply.report.servable for reply in replies)
+    return replies

@@ -1,0 +1,68 @@
+"""Installing into a vLLM model: through its own loaders, by its layerwise reload.
+
+This module fits vLLM to the installer's contract. It must not know entries, sessions or vLLM's insides (``adapter``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankcast.engines.vllm import adapter
+from rankcast.manifest import Manifest
+from rankcast.trace.record import Trace, trace_loader
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class LayerwiseInstaller:
+    """One vLLM worker's model. Calls come with vLLM's current configuration set."""
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
+        self._model = model
+        self._config = config
+        self._kernels: adapter.MoeKernels = []
+
+    def trace(self, manifest: Manifest) -> Trace:
+        adapter.check_supported(self._config)
+        tied = self._tied
+        with adapter.on_meta(self._model):
+            destinations: dict[str, torch.Tensor] = {**dict(self._model.named_parameters())}
+            destinations.update(self._model.named_buffers())
+            kept = {name: tensor for name, tensor in destinations.items() if name not in tied}
+            return trace_loader(self._model.load_weights, kept, manifest)
+
+    def required(self) -> frozenset[str]:
+        with adapter.on_meta(self._model):
+            return frozenset(name for name, _ in self._model.named_parameters()) - self._tied
+
+    def may_ignore(self, name: str) -> bool:
+        return adapter.may_ignore(self._config, name)
+
+    def begin(self) -> None:
+        self._kernels = adapter.begin_reload(self._model, self._config)
+
+    def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        adapter.load(self._model, weights)
+
+    def finish(self) -> None:
+        kernels, self._kernels = self._kernels, []
+        adapter.finish_reload(self._model, self._config, kernels)
+
+    def abandon(self) -> None:
+        kernels, self._kernels = self._kernels, []
+        adapter.abandon_reload(self._model, self._config, kernels)
+
+    @functools.cached_property
+    def _tied(self) -> frozenset[str]:
+        """Names under which a parameter appears again: its loader fills the first one only."""
+        first: dict[int, str] = {}
+        again = set()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(parameter), name) != name:
+                again.add(name)
+        return frozenset(again)

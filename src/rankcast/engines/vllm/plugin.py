@@ -1,0 +1,42 @@
+"""The entry point that vLLM loads in every one of its processes, any number of times.
+
+This module knows how to register the backend and where to hook in. It must not import vLLM at module level, and must do
+no harm where vLLM is absent, older, newer, or configured with another backend.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+
+logger = logging.getLogger(__name__)
+
+#: The name users write in ``--weight-transfer-config '{"backend": "rankcast"}'``.
+BACKEND = "rankcast"
+#: Inherited by the processes that a server spawns, so that all workers of one engine share a random part of their id.
+SEED_VARIABLE = "RANKCAST_ENGINE_SEED"
+
+
+def register() -> None:
+    """Register the backend with vLLM; harmless when repeated.
+
+    On a release of vLLM that rankcast was not tested with, the backend is still registered, and refuses by name when an
+    engine with it is created: an unknown backend would be a much less helpful error.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError as missing:
+        logger.debug("rankcast is not registered as a weight-transfer backend: %s", missing)
+        return
+    os.environ.setdefault(SEED_VARIABLE, secrets.token_hex(16))
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rankcast.engines.vllm.engine", "RankcastEngine")
+    from rankcast.engines.vllm import adapter
+
+    if adapter.unsupported_version() is None:
+        from rankcast.engines.vllm.core_hooks import hook_engine_core
+        from rankcast.engines.vllm.worker_hooks import hook_worker
+
+        hook_worker()
+        hook_engine_core()

@@ -1,0 +1,473 @@
+"""Fleets of receivers inside the test's own process: made for a config and a layout, compared with the oracle bit for bit.
+
+It knows how receivers, a watched client and a session made by hand are put together. It must not know what any test
+expects of them, and it says nothing about what a worker must hold: that is the oracle's.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from checkpoints import as_torch, bits_of
+from oracle import compare, worker_parameters
+from rankcast import Receiver, Worker
+from rankcast.engines.reference.config import parse_config
+from rankcast.engines.reference.decoder import ReferenceModel
+from rankcast.engines.reference.layout import Layout
+from rankcast.manifest import Manifest, TensorMeta
+from rankcast.process import this_process
+from rankcast.rollout.installer import LoaderInstaller
+from rankcast.topology import new_engine_id
+from rankcast.transports.segment import Segment
+from rankcast.transports.shm import create_segment
+from rankcast.wire.bodies import Abort, Claim, Init, Install, Owner, Prepare, Release, Schedule
+from rankcast.wire.codec import Codec
+from rankcast.wire.payload import is_own, own_payload
+from rankcast.wire.reports import Report
+
+Bits = np.ndarray[Any, Any]
+Weights = Mapping[str, Bits]
+Held = list[dict[str, Bits]]
+
+
+class Fleet:
+    """The workers of one engine: models, receivers and what they must hold.
+
+    ``installer`` makes the installer of a worker of some rank from its model, for tests that break one.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        layout: Layout | None = None,
+        *,
+        secret: str | None = None,
+        installer: Callable[[int, ReferenceModel], LoaderInstaller] | None = None,
+    ) -> None:
+        self.config = config
+        self.layout = layout or Layout()
+        self.engine = new_engine_id()
+        self.models: list[ReferenceModel] = []
+        self.receivers: list[Receiver] = []
+        parsed = parse_config(config)
+        for rank in range(self.layout.workers):
+            place = self.layout.place(rank)
+            model = ReferenceModel(parsed, place)
+            worker = Worker(
+                engine=self.engine,
+                rank=rank,
+                workers=self.layout.workers,
+                dp=place.dp_index,
+                pp=place.pp_index,
+                tp=place.tp_index,
+                ep=place.ep_rank,
+                process=this_process(),
+            )
+            made = installer(rank, model) if installer else LoaderInstaller(model, may_ignore=_tied_head(config))
+            self.models.append(model)
+            self.receivers.append(Receiver(model, worker=worker, installer=made, secret=secret))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+
+    def differences(self, weights: Weights) -> list[str]:
+        """How the workers differ from what the oracle says they must hold of ``weights``; empty when they do not."""
+        lines = []
+        for rank, model in enumerate(self.models):
+            held = {name: bits_of(parameter) for name, parameter in model.named_parameters()}
+            expected = worker_parameters(weights, self.config, self.layout, rank)
+            lines += [f"worker {rank}: {line}" for line in compare(expected, held)]
+        return lines
+
+    def bits(self) -> Held:
+        """Every worker's every parameter and buffer, by rank."""
+        return [all_bits(model) for model in self.models]
+
+    def changed(self, before: Held) -> list[int]:
+        """The ranks that hold other bits than ``before``."""
+        return [rank for rank, model in enumerate(self.models) if compare(before[rank], all_bits(model))]
+
+    @property
+    def servable(self) -> list[bool]:
+        return [receiver.servable for receiver in self.receivers]
+
+    @property
+    def versions(self) -> set[str]:
+        return {receiver.weight_version for receiver in self.receivers}
+
+    def load(self, weights: Weights) -> None:
+        """Put ``weights`` into every worker directly, as an engine does when it starts."""
+        for model in self.models:
+            model.load_weights(as_torch(weights, self.config["dtype"]).items())
+
+
+def all_bits(model: nn.Module) -> dict[str, Bits]:
+    """Parameters and buffers of ``model``, as bits."""
+    return {name: bits_of(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _tied_head(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    return lambda name: bool(config["tie_word_embeddings"]) and name == "lm_head.weight"
+
+
+class Trained(nn.Module):
+    """A plain trainer's module whose parameters go by checkpoint names."""
+
+    def __init__(self, weights: Weights, dtype: str) -> None:
+        super().__init__()
+        for name, tensor in as_torch(weights, dtype).items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, nn.Module())
+                module = module._modules[step]  # type: ignore[assignment]  # never None: just made
+            module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+    def become(self, weights: Weights) -> None:
+        """Take other values, in place, as an optimizer's step does."""
+        own = dict(self.named_parameters())
+        for name, bits in weights.items():
+            own[name].view(torch.uint8).reshape(-1).copy_(torch.from_numpy(bits.reshape(-1).view(np.uint8)))
+
+
+class WatchedClient:
+    """An engine's client over receivers of this process, with every optional call; writes down what it is asked.
+
+    ``log`` gets (name, call) when a call comes, and (name, call + " answered") when it is over; update calls go by the
+    kind of their entries. ``change`` may give another payload in place of the one that came, for calls of any kind.
+    ``fail`` maps a call to an error to raise in place of making it.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[Receiver],
+        *,
+        name: str = "engine",
+        log: list[tuple[str, str]] | None = None,
+        change: Callable[[str, Any], Any] | None = None,
+    ) -> None:
+        self.receivers = list(receivers)
+        self.name = name
+        self.log = log if log is not None else []
+        self.change = change
+        self.fail: dict[str, Exception] = {}
+        self.paused = False
+        self.weight_version = ""
+        self.payloads: list[tuple[str, Any]] = []
+        self.before: dict[str, Callable[[], None]] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._each(kind_in(init_info), init_info, lambda receiver, info: receiver.init_weight_transfer_engine(info))
+
+    def start_weight_update(self) -> None:
+        self._each("start", None, lambda receiver, _: receiver.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        self._each(kind_in(update_info), update_info, lambda receiver, payload: receiver.update_weights(payload))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each("finish", None, lambda receiver, _: receiver.finish_weight_update())
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        self._each("pause", None, lambda receiver, _: None)
+        self.paused = True
+
+    def resume(self) -> None:
+        self._each("resume", None, lambda receiver, _: None)
+        self.paused = False
+
+    def is_paused(self) -> bool:
+        return self.paused
+
+    def update_weight_version(self, weight_version: str) -> None:
+        self._each("version", None, lambda receiver, _: None)
+        self.weight_version = weight_version
+
+    def _each(self, call: str, payload: Any, act: Callable[[Receiver, Any], None]) -> None:
+        self.log.append((self.name, call))
+        if call in self.before:
+            self.before[call]()
+        if call in self.fail:
+            raise self.fail[call]
+        if self.change is not None:
+            payload = self.change(call, payload)
+        self.payloads.append((call, payload))
+        for receiver in self.receivers:
+            act(receiver, payload)
+        self.log.append((self.name, f"{call} answered"))
+
+
+def kind_in(payload: Any) -> str:
+    """The kind of a sealed message, or of the entries of a payload."""
+    if is_own(payload):
+        payload = next(iter(payload["entries"].values()))
+    if isinstance(payload, list):
+        payload = payload[0]
+    if isinstance(payload, dict) and "body" in payload:
+        return str(msgspec.json.decode(payload["body"])["kind"])
+    return "bare"
+
+
+def opened(entry: Mapping[str, str]) -> dict[str, Any]:
+    """An entry's body as plain data."""
+    return dict(msgspec.json.decode(entry["body"]))
+
+
+def closed(body: Mapping[str, Any], secret: str | None = None) -> dict[str, str]:
+    """The entry of a body given as plain data."""
+    text = msgspec.json.encode(body).decode()
+    if secret is None:
+        return {"body": text}
+    return {"body": text, "mac": Codec(secret.encode())._mac(text)}
+
+
+class ByHand:
+    """A trainer made by hand: a whole checkpoint in one segment, and each message of a session as a test wants it.
+
+    Every call goes to all receivers and returns their reports, by rank. Tensors come in ``installs`` rounds of about
+    equally many.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[Receiver],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        secret: str | None = None,
+        installs: int = 2,
+    ) -> None:
+        self.receivers = list(receivers)
+        self.codec = Codec(None if secret is None else secret.encode())
+        self.segment, self.offsets = packed(weights)
+        self.manifest = manifest_of(weights)
+        self.owner = Owner(secrets.token_hex(16), this_process(), "the trainer made by hand")
+        self.connection = secrets.token_hex(16)
+        self.session = secrets.token_hex(16)
+        self.installs = installs
+
+    def __enter__(self) -> ByHand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.segment.close()
+
+    def init(self) -> list[Report]:
+        body = Init(
+            request="r",
+            report="",
+            connection=self.connection,
+            owner=self.owner,
+            manifest=self.manifest,
+            probe=self.segment.handle,
+        )
+        return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
+
+    def claim(self, lease_seconds: float = 60.0) -> list[Report]:
+        body = Claim(
+            request="r",
+            report="",
+            connection=self.connection,
+            session=self.session,
+            owner=self.owner,
+            lease_seconds=lease_seconds,
+        )
+        return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
+
+    def release(self) -> list[Report]:
+        body = Release(request="r", report="", owner=self.owner)
+        return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
+
+    def start(self) -> list[Report]:
+        return [receiver.handle("start") for receiver in self.receivers]
+
+    def finish(self) -> list[Report]:
+        return [receiver.handle("finish") for receiver in self.receivers]
+
+    def open(self) -> None:
+        """Everything up to the start of a session, which must go well."""
+        for reports in (self.init(), self.claim(), self.start()):
+            assert not [report.faults for report in reports if report.faults]
+
+    def schedule(self) -> Schedule:
+        count = len(self.manifest)
+        return Schedule(
+            names=self.manifest.names,
+            dtypes=self.manifest.dtypes,
+            shapes=self.manifest.shapes,
+            rounds=tuple(index * self.installs // count for index in range(count)),
+            segments=(0,) * count,
+            offsets=tuple(self.offsets[name] for name in self.manifest.names),
+        )
+
+    def prepare_body(self, receiver: Receiver, **changes: Any) -> Prepare:
+        body = Prepare(
+            session=self.session,
+            engine=receiver.worker.engine,
+            rank=receiver.worker.rank,
+            workers=receiver.worker.workers,
+            sequence=0,
+            weight_version="by hand",
+            connection=self.connection,
+            mode="ranklocal",
+            transport="shm",
+            installs=self.installs,
+            schedule_hash=secrets.token_hex(16),
+            schedule=self.schedule(),
+            handles=(self.segment.handle,),
+        )
+        return msgspec.structs.replace(body, **changes)
+
+    def install_body(self, receiver: Receiver, sequence: int, **changes: Any) -> Install:
+        body = Install(
+            session=self.session,
+            engine=receiver.worker.engine,
+            rank=receiver.worker.rank,
+            workers=receiver.worker.workers,
+            sequence=sequence,
+            weight_version="by hand",
+            round=sequence - 1,
+        )
+        return msgspec.structs.replace(body, **changes)
+
+    def abort_body(self, receiver: Receiver) -> Abort:
+        return Abort(
+            session=self.session,
+            engine=receiver.worker.engine,
+            rank=receiver.worker.rank,
+            workers=receiver.worker.workers,
+            sequence=-1,
+            weight_version="by hand",
+            reason="the test says so",
+        )
+
+    def send(self, body: Callable[[Receiver], msgspec.Struct]) -> list[Report]:
+        """One payload of rankcast's own, with the entry ``body(receiver)`` for each."""
+        return self.deliver(own_payload({r.worker.rank: self.codec.seal(body(r)) for r in self.receivers}))
+
+    def deliver(self, payload: Any) -> list[Report]:
+        return [receiver.handle("update", payload) for receiver in self.receivers]
+
+    def prepare(self, **changes: Any) -> list[Report]:
+        return self.send(lambda receiver: self.prepare_body(receiver, **changes))
+
+    def install(self, sequence: int, **changes: Any) -> list[Report]:
+        return self.send(lambda receiver: self.install_body(receiver, sequence, **changes))
+
+    def bare(self, names: Iterable[str] | None = None, **changes: Any) -> dict[str, Any]:
+        """An entry in the seed's form with the tensors of ``names`` (default: all)."""
+        rows = [row for row in self.manifest.rows() if names is None or row.name in set(names)]
+        return {
+            "names": [row.name for row in rows],
+            "dtype_names": [row.dtype for row in rows],
+            "shapes": [list(row.shape) for row in rows],
+            "segments": [msgspec.to_builtins(self.segment.handle)],
+            "locations": [[0, self.offsets[row.name]] for row in rows],
+            **changes,
+        }
+
+
+def manifest_of(weights: Mapping[str, torch.Tensor]) -> Manifest:
+    return Manifest.of(
+        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in weights.items()
+    )
+
+
+def packed(weights: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, int]]:
+    """One segment with every tensor of ``weights``, and the byte at which each starts."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, tensor in weights.items():
+        offsets[name] = -(-end // 64) * 64
+        end = offsets[name] + math.prod(tensor.shape) * tensor.itemsize
+    segment = create_segment(end)
+    for name, tensor in weights.items():
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        segment.memory[offsets[name] : offsets[name] + len(data)].copy_(data)
+    return segment, offsets
+
+
+class OneValue(nn.Module):
+    """The smallest model: one parameter, which shows whose entry came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((1,), -1.0), requires_grad=False)
+
+
+def codes(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+    """The codes of each report's faults."""
+    return [tuple(fault.code for fault in report.faults) for report in reports]
+
+
+class Stream:
+    """A function that yields a checkpoint's tensors, and may be told to misbehave at one of them.
+
+    ``odd`` maps a position to what to do there: an exception to raise, or a (name, tensor) to yield in its place;
+    ``None`` leaves the tensor out.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.weights = dict(weights)
+        self.odd: dict[int, Exception | tuple[str, torch.Tensor] | None] = {}
+        self.passes = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        for position, item in enumerate(self.weights.items()):
+            given = self.odd.get(position, item)
+            if isinstance(given, Exception):
+                raise given
+            if given is not None:
+                yield given
+
+
+class Failing(LoaderInstaller):
+    """An installer whose loader raises while ``armed``: after ``tensors`` tensors of a session, or in ``stage``."""
+
+    def __init__(self, model: nn.Module, *, after: int = 0, stage: str = "install") -> None:
+        super().__init__(model)
+        self.armed = False
+        self.after = after
+        self.stage = stage
+        self.seen = 0
+        self.entered = threading.Event()
+
+    def begin(self) -> None:
+        self.seen = 0
+        self._maybe("begin")
+
+    def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().install(self._counted(weights))
+
+    def finish(self) -> None:
+        self._maybe("finish")
+
+    def _counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights:
+            if self.seen >= self.after:
+                self._maybe("install")
+            self.seen += 1
+            yield item
+
+    def _maybe(self, stage: str) -> None:
+        if self.armed and stage == self.stage:
+            self.entered.set()
+            raise RuntimeError(f"the loader broke in {stage}")

@@ -1,0 +1,121 @@
+"""Coverage by strided writes against counting every element by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankcast.errors import UnsupportedError
+from rankcast.geometry import Box, contiguous_strides
+from rankcast.trace import coverage
+from rankcast.trace.coverage import View, doubled, gap_in, storage_order
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape, and the strides of a tensor of it that is dense in some order of its dimensions."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    order = draw(st.permutations(range(len(shape))))
+    strides = [0] * len(shape)
+    for dim, step in zip(order, contiguous_strides([shape[d] for d in order]), strict=True):
+        strides[dim] = step
+    return shape, tuple(strides)
+
+
+@st.composite
+def views_in(draw: st.DrawFn, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+    """A slice with steps: in bounds, and no element twice."""
+    offset, sizes, steps = 0, [], []
+    for size, stride in zip(shape, strides, strict=True):
+        start, step = draw(st.integers(0, size)), draw(st.sampled_from([1, 1, 1, 2, 3]))
+        sizes.append(draw(st.integers(0, max(0, math.ceil((size - start) / step)))))
+        offset += min(start, size - 1) * stride
+        steps.append(stride * step)
+        if start == size:
+            sizes[-1] = 0
+    order = draw(st.permutations(range(len(shape))))
+    return View(offset, tuple(sizes[d] for d in order), tuple(steps[d] for d in order))
+
+
+def count(shape: tuple[int, ...], strides: tuple[int, ...], views: list[View]) -> np.ndarray:
+    storage = np.zeros(math.prod(shape), dtype=int)
+    for view in views:
+        for index in itertools.product(*(range(n) for n in view.sizes)):
+            storage[view.offset + sum(i * s for i, s in zip(index, view.strides, strict=True))] += 1
+    counts = np.zeros(shape, dtype=int)
+    for index in itertools.product(*(range(n) for n in shape)):
+        counts[index] = storage[sum(i * s for i, s in zip(index, strides, strict=True))]
+    return counts
+
+
+def part(counts: np.ndarray, box: Box) -> np.ndarray:
+    return counts[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+
+@given(layouts(), st.data())
+def test_gaps_and_doubles_are_found_like_by_hand(
+    layout: tuple[tuple[int, ...], tuple[int, ...]], data: st.DataObject
+) -> None:
+    shape, strides = layout
+    views = [data.draw(views_in(shape, strides)) for _ in range(data.draw(st.integers(0, 4)))]
+    counts = count(shape, strides, views)
+    gap = gap_in("w", shape, strides, views)
+    assert (gap.elements if gap is not None else 0) == (counts == 0).sum()
+    if gap is not None:
+        assert gap.total == counts.size
+        assert gap.box.volume
+        assert gap.box.inside(shape)
+        assert (part(counts, gap.box) == 0).all()
+    double = doubled("w", shape, strides, views)
+    assert (double is not None) == bool((counts > 1).any())
+    if double is not None:
+        assert double.box.volume
+        assert (part(counts, double.box) > 1).all()
+        assert double.first < double.second
+        both = count(shape, strides, [views[double.first], views[double.second]])
+        assert (part(both, double.box) > 1).any()
+
+
+@given(layouts())
+def test_a_dense_layout_is_recognised_in_any_order_of_dimensions(
+    layout: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    shape, strides = layout
+    order = storage_order(shape, strides)
+    assert order is not None
+    assert sorted(order) == list(range(len(shape)))
+    dense = contiguous_strides([shape[d] for d in order])
+    assert all(strides[d] == step or shape[d] == 1 for d, step in zip(order, dense, strict=True))
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((4,), (2,)), ((2, 3), (4, 1)), ((3, 2), (0, 1)), ((2, 2), (1, 1))])
+def test_a_layout_with_holes_or_repeats_is_not_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert storage_order(shape, strides) is None
+    with pytest.raises(UnsupportedError, match="not dense"):
+        gap_in("w", shape, strides, [])
+
+
+def test_interleaved_rows_of_a_large_stack_are_judged_by_rows_and_not_by_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (64, 512, 1024)
+    even, odd = (View(at * 1024, (64, 256, 1024), (512 * 1024, 2048, 1)) for at in (0, 1))
+    strides = contiguous_strides(shape)
+    monkeypatch.setattr(coverage, "RUN_LIMIT", 64 * 512)
+    assert gap_in("w", shape, strides, [even, odd]) is None
+    gap = gap_in("w", shape, strides, [odd])
+    assert gap is not None
+    assert (gap.elements, gap.box) == (64 * 256 * 1024, Box((0, 0, 0), (1, 1, 1024)))
+    monkeypatch.setattr(coverage, "RUN_LIMIT", 64 * 512 - 1)
+    with pytest.raises(UnsupportedError, match="w is written in more than 32,767 scattered pieces"):
+        gap_in("w", shape, strides, [even, odd])
+
+
+def test_an_empty_parameter_needs_nothing() -> None:
+    assert gap_in("w", (0, 3), (3, 1), []) is None
+    assert doubled("w", (0, 3), (3, 1), [View(0, (0, 3), (3, 1))] * 2) is None
