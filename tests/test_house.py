@@ -46,6 +46,8 @@ SURFACE = (
     "PushReport",
     "Receiver",
     "SafetensorsSource",
+    "Sync",
+    "Weight",
     "WeightSource",
     "WeightSyncClient",
     "Worker",

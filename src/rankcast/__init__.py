@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rankcast.telemetry.report import PushReport
     from rankcast.topology import Worker
     from rankcast.trainer.connect import connect
-    from rankcast.trainer.sources import IterableSource, ModuleSource, SafetensorsSource, WeightSource
+    from rankcast.trainer.sources import IterableSource, ModuleSource, SafetensorsSource, Weight, WeightSource
     from rankcast.trainer.sync import Sync
 
 _WHERE = {
@@ -45,6 +45,7 @@ _WHERE = {
     "Receiver": "rankcast.rollout.receiver",
     "SafetensorsSource": "rankcast.trainer.sources",
     "Sync": "rankcast.trainer.sync",
+    "Weight": "rankcast.trainer.sources",
     "WeightSource": "rankcast.trainer.sources",
     "WeightSyncClient": "rankcast.control.client",
     "Worker": "rankcast.topology",
@@ -74,6 +75,7 @@ __all__ = [
     "Sync",
     "TrainerError",
     "UnsupportedError",
+    "Weight",
     "WeightSource",
     "WeightSyncClient",
     "Worker",

@@ -297,13 +297,13 @@ def test_the_report_counts_what_the_client_saw(mode: str, fleet: Fleet) -> None:
         client.log.clear()
         report = sync.push("7")
         placed = dict(zip(sync._exports.manifest.names, sync._exports.rounds.rounds, strict=True))
+        worker_routes = ("claim", "start", "prepare", "install", "finish", "release")
+        asked = [what for _, what in client.log if what in worker_routes]
     assert (report.weight_version, report.mode, report.transport, report.tensors) == ("7", mode, "shm", len(NEW))
     wanted = {rank: set(NEW) if mode == "broadcast" else touched(CONFIG, LAYOUT, rank) for rank in range(4)}
     assert report.nbytes == sum(NEW[name].nbytes for names in wanted.values() for name in names)
     carrying = sum(len({placed[name] for name in names}) for names in wanted.values())
     assert report.worker_calls == carrying
-    worker_routes = ("claim", "start", "prepare", "install", "finish", "release")
-    asked = [what for _, what in client.log if what in worker_routes]
     assert report.worker_calls + report.control_calls == 4 * len(asked)
     assert report.rounds == asked.count("install") == max(placed.values()) + 1
     for row in report.workers:
@@ -322,13 +322,8 @@ def test_broadcast_tells_every_worker_everything_and_ranklocal_only_its_own(flee
         own = sync.push("2")
     assert everything.nbytes == 4 * TOTAL
     experts = sum(bits.nbytes for name, bits in NEW.items() if ".experts." in name)
-    assert own.nbytes == 4 * (TOTAL - experts) + experts - 4 * _unread_vocabulary() // 2
+    assert own.nbytes == 4 * (TOTAL - experts) + experts
     assert own.worker_calls < everything.worker_calls
-
-
-def _unread_vocabulary() -> int:
-    """Bytes that no worker of this fleet leaves out: each tp rank has rows of the vocabulary."""
-    return 0
 
 
 def test_progress_tells_each_round_and_ends_at_the_whole(fleet: Fleet) -> None:

@@ -54,7 +54,9 @@ class BareSession:
         Nothing at all is fine, unless the weights are not ``whole`` since an earlier update failed: ``StateError``.
         """
         if not (self._delivered or whole):
-            raise StateError("finish, but nothing came and an earlier update left the weights incomplete: send them all")
+            raise StateError(
+                "finish, but nothing came and an earlier update left the weights incomplete: send them all"
+            )
         if self._delivered:
             Scope(Manifest.of(self._delivered.values()), self._installer).check_complete()
 

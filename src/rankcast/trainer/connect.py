@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
-import torch
 
+from rankcast.control.addresses import facing
+from rankcast.control.http import HttpClient
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import LimitError, UnsupportedError
 from rankcast.process import this_process
@@ -25,7 +26,7 @@ from rankcast.trainer.group import form_group
 from rankcast.trainer.lead import Lead
 from rankcast.trainer.leading import Leading
 from rankcast.trainer.pausing import PAUSE_MODES
-from rankcast.trainer.sources import WeightSource, as_source
+from rankcast.trainer.sources import as_source
 from rankcast.trainer.sync import Sync
 from rankcast.trainer.targets import clients
 from rankcast.wire.bodies import Owner
@@ -44,7 +45,7 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 def connect(
     target: object,
-    source: WeightSource | torch.nn.Module | str | os.PathLike[str] | Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    source: object,
     *,
     group: object | None = None,
     mode: str = "auto",
@@ -62,8 +63,8 @@ def connect(
 ) -> Sync:
     """Join a trainer's weights to the engines that are to have them; in an SPMD trainer every rank calls this.
 
-    ``target``: a URL, a list of URLs, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's counts.
-    ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that returns an
+    ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
+    counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that returns an
     iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
     process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
     an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
@@ -87,11 +88,13 @@ def connect(
         leading = None
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
-            channel = ReportChannel(codec, listen=listen)
+            found_clients = clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout)
+            urls = [where for where, client in found_clients if isinstance(client, HttpClient)]
+            channel = ReportChannel(codec, listen=listen or facing(urls))
             cleanup.insert(0, channel.close)
             channel.start()
             fleet = Fleet(
-                clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout),
+                found_clients,
                 channel,
                 timeout=timeout,
                 pulse=ranks.pulse,

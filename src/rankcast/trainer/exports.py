@@ -70,7 +70,7 @@ class Exports:
         if not len(self.manifest):
             raise ManifestError("no trainer rank holds any tensor: there is nothing to push")
         self._held = [[self.manifest.index[name] for name in manifest.names] for manifest in manifests]
-        self._owners = assign_owners(self._held, self.manifest.sizes)
+        self._owners = assign_owners(self._held, self.manifest.sizes, names=self.manifest.names)
         self._states = [_State() for _ in manifests]
         self._sent = ""
         self._rounds: Rounds | None = None
@@ -135,7 +135,9 @@ class Exports:
     def _lay_out(self, lying: list[frozenset[int]]) -> None:
         anywhere = frozenset().union(*lying)
         staged = [index not in anywhere for index in range(len(self.manifest))]
-        self._rounds = cut_rounds(self._held, self._owners, self.manifest.sizes, staged, self._bucket_bytes)
+        self._rounds = cut_rounds(
+            self._held, self._owners, self.manifest.sizes, staged, self._bucket_bytes, names=self.manifest.names
+        )
         if self.staging is not None:
             self.staging.close()
             self.staging = None

@@ -153,7 +153,7 @@ class Fleet:
         for engine in asked:
             came = [
                 report
-                for (owner, _), report in self._channel.reports(key(engine), call, sequence).items()
+                for (owner, _), report in self._channel.take(key(engine), call, sequence).items()
                 if report.request or owner == engine.id
             ]
             self.worker_calls += max(len(engine.workers), len(came))
@@ -166,6 +166,10 @@ class Fleet:
                 own += self._silent(engine, came, key(engine))
             faults += own
         return Answer(tuple(reports), tuple(faults))
+
+    def forget(self, session: str) -> None:
+        """Drop what workers reported about ``session`` too late to be read."""
+        self._channel.forget(session)
 
     def _silent(self, engine: Engine, came: Sequence[Report], name: str) -> list[WorkerFault]:
         """A fault for each worker that said nothing about this call: what it said instead, or that it cannot reach us."""
@@ -183,7 +187,7 @@ class Fleet:
         if not silent:
             return faults
         who = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {engine.where}"
-        cure = "pass listen='ADDRESS' that the workers can connect to"
+        cure = "pass listen='ADDRESS' that they can connect to, or set the same RANKCAST_SECRET on both sides"
         fault = Fault("engine", f"{who} cannot reach {self._channel.url}: {cure}")
         return [*faults, WorkerFault(engine.where, "", fault)]
 

@@ -287,6 +287,7 @@ class Lead:
 
     def release(self, *, connection: bool = False) -> Answer:
         """Give the lease back, and on closing the connection too."""
+        self.fleet.forget(self._session)
         requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
 
         def send(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rankcast.control.client import WeightSyncClient
 from rankcast.control.http import HttpClient
 from rankcast.control.inprocess import InProcessClient
+from rankcast.control.llm import LLMClient
 from rankcast.errors import UnsupportedError
 from rankcast.topology import Worker
 
@@ -20,8 +21,8 @@ def clients(
 ) -> list[tuple[str, WeightSyncClient]]:
     """One (label, client) for each engine that ``target`` names.
 
-    ``target`` is a URL, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that share an engine id
-    are one engine. Raises ``UnsupportedError`` for anything else and for an engine named twice.
+    ``target`` is a URL, a ``vllm.LLM``, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that share
+    an engine id are one engine. Raises ``UnsupportedError`` for anything else and for an engine named twice.
     """
     items = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
     if not items:
@@ -32,14 +33,16 @@ def clients(
         worker = getattr(item, "worker", None)
         if isinstance(item, str):
             found.append((item, HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout)))
+        elif LLMClient.fits(item):
+            found.append((f"in-process vLLM {len(found)}", LLMClient(item)))
         elif isinstance(worker, Worker):
             receivers.setdefault(worker.engine, []).append(item)
         elif isinstance(item, WeightSyncClient):
             found.append((f"{type(item).__name__} {len(found)}", item))
         else:
             raise UnsupportedError(
-                f"a target is a URL, a Receiver or a WeightSyncClient (four methods, see the documentation), "
-                f"got {type(item).__name__}"
+                f"a target is a URL, a vllm.LLM, a Receiver or a WeightSyncClient (any object "
+                f"with vLLM's four methods), got {type(item).__name__}"
             )
     urls = [item.rstrip("/") for item in items if isinstance(item, str)]
     if len(set(urls)) != len(urls):

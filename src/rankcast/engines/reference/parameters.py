@@ -51,9 +51,9 @@ class ShardedParameters(nn.Module):
 
         ``weights``: Hugging Face names with tensors of full shape, on any device and in any dtype that ``copy_``
         converts; any subset, in any order. Tensors that this worker holds nothing of are passed over untouched. Only
-        views are made and only ``copy_`` and ``zero_`` write, so the same call on storage-less tensors can be traced. Returns the
-        names of the parameters written. Raises ``ManifestError`` on a name that the architecture does not have and on a
-        wrong shape; what was copied before stays copied.
+        views are made and only ``copy_`` and ``zero_`` write, so the same call on storage-less tensors can be traced.
+        Returns the names of the parameters written. Raises ``ManifestError`` on a name that the architecture does not
+        have and on a wrong shape; what was copied before stays copied.
         """
         written: set[str] = set()
         for name, tensor in weights:

@@ -1,8 +1,8 @@
 """The one file that touches vLLM's insides; tested with the releases of ``TESTED``.
 
 This module knows vLLM's layerwise reload, its groups and its configuration, and the cures for what they get wrong. It
-must not know rankcast's protocol. vLLM is imported inside functions, so that a changed inside is an error at use, with a
-name, and not at import.
+must not know rankcast's protocol. vLLM is imported inside functions, so that a changed inside is an error at use, with
+a name, and not at import.
 
 Cures (each was silent garbage with stock vLLM 0.32 on CPU):
 
@@ -139,7 +139,7 @@ def begin_reload(model: torch.nn.Module, config: VllmConfig) -> MoeKernels:
     return kernels
 
 
-def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Run the model's loader over ``weights``; afterwards nothing refers to their memory any more."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import layerwise
@@ -193,7 +193,7 @@ def _unset_moe_kernels(model: torch.nn.Module) -> MoeKernels:
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
-        if isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+        if method is not None and isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
             kernels.append((method, kernel))
             method.moe_kernel = None
     return kernels
@@ -206,7 +206,7 @@ def _put_back_moe_kernels(kernels: MoeKernels) -> None:
             method.moe_kernel = kernel
 
 
-def _repack_heads(model: torch.nn.Module) -> None:
+def _repack_heads(model: Any) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

@@ -2,8 +2,8 @@
 
 This module knows the engine core's pause state and its calls to all workers. It must not know what a payload says. All
 replies of a call are here before anything is concluded from them, so a fault on one rank never leaves another rank's
-reply in the queue; callers without a report channel get one error with every rank's faults, and a session that failed on
-one rank is ended on all.
+reply in the queue; callers without a report channel get one error with every rank's faults, and a session that failed
+on one rank is ended on all.
 """
 
 from __future__ import annotations

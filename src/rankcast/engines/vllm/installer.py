@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class LayerwiseInstaller:
     """One vLLM worker's model. Calls come with vLLM's current configuration set."""
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
+    def __init__(self, model: Any, config: VllmConfig) -> None:
         self._model = model
         self._config = config
         self._kernels: adapter.MoeKernels = []
@@ -31,8 +31,10 @@ class LayerwiseInstaller:
         adapter.check_supported(self._config)
         tied = self._tied
         with adapter.on_meta(self._model):
-            destinations: dict[str, torch.Tensor] = {**dict(self._model.named_parameters())}
-            destinations.update(self._model.named_buffers())
+            destinations: dict[str, torch.Tensor] = {
+                **dict(self._model.named_parameters()),
+                **dict(self._model.named_buffers()),
+            }
             kept = {name: tensor for name, tensor in destinations.items() if name not in tied}
             return trace_loader(self._model.load_weights, kept, manifest)
 
