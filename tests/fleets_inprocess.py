@@ -1,4 +1,4 @@
-"""Fleets of receivers inside the test's own process: made for a config and a layout, compared with the oracle bit for bit.
+"""Fleets of receivers inside the test's own process, made for a config and a layout, and compared with the oracle.
 
 It knows how receivers, a watched client and a session made by hand are put together. It must not know what any test
 expects of them, and it says nothing about what a worker must hold: that is the oracle's.
@@ -10,7 +10,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -76,7 +76,7 @@ class Fleet:
             self.models.append(model)
             self.receivers.append(Receiver(model, worker=worker, installer=made, secret=secret))
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -262,7 +262,7 @@ class ByHand:
         self.session = secrets.token_hex(16)
         self.installs = installs
 
-    def __enter__(self) -> ByHand:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

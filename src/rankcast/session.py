@@ -78,6 +78,10 @@ class Session:
                 "wait for it, or end that process"
             )
 
+    def left_behind(self, owner: Owner) -> bool:
+        """Whether somebody else than ``owner`` claimed the worker and never gave it back."""
+        return self._holder is not None and self._holder.id != owner.id
+
     def claim(self, session: str, owner: Owner, lease_seconds: float, now: float) -> bool:
         """Take the lease for ``session``; returns whether a session left open by somebody else's death was ended.
 

@@ -1,4 +1,4 @@
-"""Schedules cut from shared columns: each worker's own tensors, in the order of their rounds, with everything counted."""
+"""Schedules cut from shared columns: each worker's own tensors, in the order of their rounds, all counted."""
 
 from __future__ import annotations
 

@@ -97,7 +97,11 @@ FAULTS: dict[str, tuple[type[RankcastError], str, Callable[[dict[str, Any]], Any
     "a field that is not known": (PayloadError, "malformed", lambda e: {**e, "ipc_handles": []}),
     "a pickle": (PayloadError, "malformed", lambda e: {**e, "segments": ["gASV"]}),
     "a list of the wrong length": (PayloadError, "3 entries but this engine has 2", lambda e: [e] * 3),
-    "a list over a collective": (UnsupportedError, "mode='broadcast'", lambda e: [{**e, "transport": "collective"}] * 2),
+    "a list over a collective": (
+        UnsupportedError,
+        "mode='broadcast'",
+        lambda e: [{**e, "transport": "collective"}] * 2,
+    ),
     "a list of something else": (PayloadError, "not a dict", lambda e: [None, None]),
 }
 

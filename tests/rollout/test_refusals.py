@@ -38,9 +38,7 @@ class Pushed:
         self.fleet = Fleet(CONFIG, LAYOUT, secret=secret)
         self.client = WatchedClient(self.fleet.receivers)
         self.trained = Trained(FIRST, "float32")
-        self.sync = rankcast.connect(
-            self.client, self.trained, mode=mode, bucket_bytes=8192, secret=secret, timeout=20
-        )
+        self.sync = rankcast.connect(self.client, self.trained, mode=mode, bucket_bytes=8192, secret=secret, timeout=20)
         self.sync.push("first")
 
     def serve_first(self) -> None:
@@ -225,9 +223,7 @@ def sealed_list(payload: dict[str, Any]) -> list[Any]:
 
 
 def test_a_list_of_our_own_entries_is_taken_as_well(pushed: Pushed) -> None:
-    pushed.client.change = lambda call, payload: (
-        sealed_list(payload) if call in ("prepare", "install") else payload
-    )
+    pushed.client.change = lambda call, payload: sealed_list(payload) if call in ("prepare", "install") else payload
     pushed.trained.become(SECOND)
     pushed.sync.push("second")
     assert pushed.fleet.differences(SECOND) == []

@@ -27,9 +27,7 @@ class Grid:
         self.receivers: list[Receiver] = []
         for dp_index, pp_index, tp_index in itertools.product(range(dp), range(pp), range(tp)):
             rank = engine_rank(dp_index=dp_index, world_size=pp * tp, rank=pp_index * tp + tp_index)
-            worker = Worker(
-                engine=engine, rank=rank, workers=dp * pp * tp, dp=dp_index, pp=pp_index, tp=tp_index, ep=0
-            )
+            worker = Worker(engine=engine, rank=rank, workers=dp * pp * tp, dp=dp_index, pp=pp_index, tp=tp_index, ep=0)
             self.models.append(OneValue())
             self.receivers.append(Receiver(self.models[-1], worker=worker))
         # Tensors of one name for different workers: each lies at a place of its own in one segment.

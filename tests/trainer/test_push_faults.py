@@ -191,7 +191,7 @@ def test_metadata_that_the_stream_does_not_keep_to_is_refused_before_the_first_w
     stated = [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
     wrong = IterableSource(lambda: iter(list(weights.items())[::-1]), metadata=stated)
     with connect(fleet.receivers, wrong) as sync:
-        with pytest.raises(PushError, match="where its manifest has model.embed_tokens.weight"):
+        with pytest.raises(PushError, match=r"where its manifest has model\.embed_tokens\.weight"):
             sync.push("2")
         assert untouched(fleet)
 
@@ -271,7 +271,10 @@ def test_buffers_that_are_not_in_the_payload_stay_as_they_are_over_two_updates()
         sync.push("1")
         sync.push("2")
     after = all_bits(model)
-    assert compare({k: v for k, v in before.items() if k != "weight"}, {k: v for k, v in after.items() if k != "weight"}) == []
+    assert (
+        compare({k: v for k, v in before.items() if k != "weight"}, {k: v for k, v in after.items() if k != "weight"})
+        == []
+    )
     assert model.weight.tolist() == list(range(8))
     receiver.close()
 

@@ -1,4 +1,4 @@
-"""Where bytes lie during a push: buckets and their reuse, tensors exported as they lie, odd sizes, and the numbers told."""
+"""Where bytes lie during a push: buckets and their reuse, tensors exported as they lie, odd sizes, numbers told."""
 
 from __future__ import annotations
 
@@ -262,7 +262,8 @@ class Many(nn.Module):
     def __init__(self, value):
         super().__init__()
         for index in range(5000):
-            self.register_parameter(f"p{index}", nn.Parameter(torch.full((3,), float(value + index)), requires_grad=False))
+            values = torch.full((3,), float(value + index))
+            self.register_parameter(f"p{index}", nn.Parameter(values, requires_grad=False))
 
 trained, held = Many(1), Many(0)
 receivers = [rankcast.Receiver(held, worker=rankcast.Worker(engine="e" * 32))]
@@ -310,7 +311,8 @@ def test_the_report_counts_what_the_client_saw(mode: str, fleet: Fleet) -> None:
         assert (row.tensors, row.nbytes) == (len(wanted[row.rank]), sum(NEW[name].nbytes for name in wanted[row.rank]))
         assert row.calls == len({placed[name] for name in wanted[row.rank]})
         worker = fleet.receivers[row.rank].worker
-        assert (row.engine, row.dp, row.pp, row.tp, row.ep) == (worker.engine, worker.dp, worker.pp, worker.tp, worker.ep)
+        for name in ("engine", "rank", "dp", "pp", "tp", "ep"):
+            assert getattr(row, name) == getattr(worker, name)
     assert set(report.stage_seconds) == {"plan", "prepare", "wire", "install", "check", "publish"}
     assert all(0 <= seconds <= report.seconds for seconds in report.stage_seconds.values())
 

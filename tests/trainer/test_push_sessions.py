@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -72,11 +73,11 @@ def test_calls_go_out_in_the_order_of_a_session_and_no_stage_begins_before_the_l
         two.log.clear()
         rounds = sync.push("2").rounds
         assert rounds > 2
-        stages = ["pause", "claim", "start", "prepare", *["install"] * rounds, "finish", "version", "release", "resume"]
+        stages = ["claim", "pause", "start", "prepare", *["install"] * rounds, "finish", "version", "resume", "release"]
         for name in ("engine 0", "engine 1"):
             asked = [what for who, what in two.log if who == name and not what.endswith(" answered")]
             assert asked == stages
-        for earlier, later in zip(stages, stages[1:], strict=False):
+        for earlier, later in itertools.pairwise(stages):
             if earlier != later:
                 assert max(two.places(f"{earlier} answered")) < min(two.places(later))
         # Of the installs, the next goes to nobody before the one before is answered by all.
@@ -194,13 +195,13 @@ def test_a_refused_push_leaves_engines_as_they_were_found(two: Two) -> None:
         assert [client.paused for client in two.clients] == [True, False]
 
 
-def test_when_one_engine_cannot_be_paused_the_others_go_on_and_nothing_is_claimed(two: Two) -> None:
+def test_when_one_engine_cannot_be_paused_the_others_go_on_and_nothing_is_started(two: Two) -> None:
     with connect(two.clients, Stream(as_torch(NEW))) as sync:
         two.clients[1].fail["pause"] = TimeoutError("busy")
         with pytest.raises(PushError, match="busy"):
             sync.push("2")
         assert [client.paused for client in two.clients] == [False, False]
-        assert two.places("claim") == []
+        assert two.places("start") == []
         assert two.differences(OLD) == []
         two.clients[1].fail.clear()
         sync.push("2")
@@ -398,7 +399,7 @@ def test_a_steady_push_sends_neither_names_nor_handles_of_tensors_again(two: Two
             for client in two.clients:
                 client.payloads.clear()
             sync.push(version)
-            sent = [payload for client in two.clients for call, payload in client.payloads if call in ("prepare", "install")]
+            sent = [payload for client in two.clients for call, payload in client.payloads if call != "claim"]
             text = repr(sent)
             assert "self_attn" not in text
             sizes.append(len(text))

@@ -198,6 +198,8 @@ class Receiver:
                 answer.touched = self._connection.touched()
             case Claim():
                 self._session.check_lease(body.owner, now)
+                # Also without an open session its trainer may have died: between claim and start, or before release.
+                answer.ended = self._session.left_behind(body.owner)
                 self._end_open_session(answer)
                 self._session.claim(body.session, body.owner, body.lease_seconds, now)
                 self._report_url = body.report

@@ -29,6 +29,7 @@ from rankcast.trainer.pausing import PAUSE_MODES
 from rankcast.trainer.sources import as_source
 from rankcast.trainer.sync import Sync
 from rankcast.trainer.targets import clients
+from rankcast.transports.shm import sweep_leftovers
 from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec, find_secret
 from rankcast.wire.payload import ROUTES, check_transport
@@ -76,6 +77,7 @@ def connect(
     another rank failed.
     """
     mode, transport = _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
+    sweep_leftovers()
     ranks = form_group(group, timeout=timeout)
     ranks.begin()
     cleanup: list[Callable[[], None]] = [ranks.close]

@@ -94,6 +94,21 @@ class Exports:
             self._exchange(live)
         return self._placed()
 
+    @property
+    def named(self) -> bool:
+        """Whether what is exported is opened by a name, which goes once all readers have it open."""
+        return self.kind == "shm_name"
+
+    def renew(self) -> tuple[Placed, tuple[Handle, ...]]:
+        """Make every rank's buffers anew, for readers that come late. Collective; returns what ``refresh`` does."""
+        self._laid_out_for = None
+        return self.refresh()
+
+    def unlink(self) -> None:
+        """Say that every reader has this rank's buffers open."""
+        if self.staging is not None:
+            self.staging.unlink()
+
     def _find_live(self) -> _State:
         """This rank's own tensors that lie in a shareable segment, exported as they lie."""
         if not self._source.stable or self.kind != "shm":

@@ -150,12 +150,10 @@ class Fleet:
         errors = {id(engine): error for engine, error in self.each(call, action, asked)}
         reports: list[tuple[Engine, Report]] = []
         faults: list[WorkerFault] = []
+        # Engines may share a key, that of their session: what is taken for one of them is gone for the others.
+        taken = {name: self._channel.take(name, call, sequence) for name in dict.fromkeys(map(key, asked))}
         for engine in asked:
-            came = [
-                report
-                for (owner, _), report in self._channel.take(key(engine), call, sequence).items()
-                if report.request or owner == engine.id
-            ]
+            came = [report for (owner, _), report in taken[key(engine)].items() if report.request or owner == engine.id]
             self.worker_calls += max(len(engine.workers), len(came))
             reports += [(engine, report) for report in came]
             own = [WorkerFault(engine.where, report.worker.label, f) for report in came for f in report.faults]
@@ -172,7 +170,7 @@ class Fleet:
         self._channel.forget(session)
 
     def _silent(self, engine: Engine, came: Sequence[Report], name: str) -> list[WorkerFault]:
-        """A fault for each worker that said nothing about this call: what it said instead, or that it cannot reach us."""
+        """A fault for each worker that said nothing of this call: what it said instead, or that it cannot reach us."""
         ranks = [report.worker.rank for report in came]
         expected = came[0].worker.workers if came else max(len(engine.workers), 1)
         faults: list[WorkerFault] = []

@@ -103,7 +103,7 @@ class Lead:
     # -- a session ---------------------------------------------------------------------------------------------------
 
     def claim(self, version: str, reinit: Callable[[Sequence[Engine]], None]) -> None:
-        """Take the lease everywhere, then start. Engines whose workers are new to us go through ``reinit`` first."""
+        """Take the lease everywhere. Engines whose workers are new to us go through ``reinit`` then."""
         self._session = secrets.token_hex(16)
         self._version = version
         self._pending = None
@@ -140,6 +140,9 @@ class Lead:
         if strangers:
             reinit(strangers)
             self._schedules.clear()
+
+    def start(self) -> None:
+        """Open the session on every worker."""
         self._raise(self._ask("start", lambda engine: engine.client.start_weight_update()))
 
     def prepare(self, manifest: Manifest, placed: Placed, handles: Sequence[Handle]) -> None:

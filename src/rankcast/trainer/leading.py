@@ -18,9 +18,8 @@ from rankcast.telemetry.report import PushReport, WorkerRow
 from rankcast.trainer.fleet import Engine, refuse
 from rankcast.trainer.lead import Lead
 from rankcast.trainer.pausing import pause, reset_caches, resume
-from rankcast.transports.segment import Segment
 from rankcast.transports.shm import create_segment
-from rankcast.wire.handles import Handle, kind_of
+from rankcast.wire.handles import Handle
 
 #: The bytes of the segment with which workers try whether they can open what this trainer exports.
 _PROBE_BYTES = 4096
@@ -30,14 +29,13 @@ class Leading:
     """Rank 0's side of a sync."""
 
     def __init__(
-        self, lead: Lead, channel: ReportChannel, probe: Segment, *, mode: str, transport: str, pause_mode: str | None
+        self, lead: Lead, channel: ReportChannel, kind: str, *, mode: str, transport: str, pause_mode: str | None
     ) -> None:
         self.lead = lead
-        self.kind = kind_of(probe.handle)
+        self.kind = kind
         self.total_bytes = 0
         self._fleet = lead.fleet
         self._channel = channel
-        self._probe = probe
         self._mode = mode
         self._transport = transport
         self._pause = pause_mode
@@ -65,40 +63,46 @@ class Leading:
         """
         why: dict[str, str] = {}
         for kind in ("shm", "shm_name"):
-            probe = create_segment(_PROBE_BYTES, kind=kind)
-            try:
+            with create_segment(_PROBE_BYTES, kind=kind) as probe:
                 answer = lead.meet(manifest, probe.handle)
-                shut = next(((r.worker.label, r.unreachable) for _, r in answer.reports if not r.opened), None)
-            except BaseException:
-                probe.close()
-                raise
+            shut = next(((r.worker.label, r.unreachable) for _, r in answer.reports if not r.opened), None)
             if shut is None:
-                return cls(lead, channel, probe, mode=mode, transport=transport, pause_mode=pause_mode)
-            probe.close()
+                return cls(lead, channel, kind, mode=mode, transport=transport, pause_mode=pause_mode)
             why[kind] = f"{shut[0]}: {shut[1]}"
         raise UnsupportedError(
             "a worker cannot open this trainer's shared memory, neither through /proc "
             f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
         )
 
-    def open(
-        self, version: str, manifest: Manifest, placed: Placed, handles: Sequence[Handle], clock: StageClock
-    ) -> None:
-        """Pause, claim, start and prepare; returns when every worker has proved the whole session."""
-        self._version, self._manifest, self._placed = version, manifest, placed
+    def open(self, version: str, manifest: Manifest) -> bool:
+        """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
+
+        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left.
+        """
+        self._version, self._manifest = version, manifest
         self._seconds = {}
         self._published = False
         self._requests = _requests(self._fleet.engines)
         self._fleet.worker_calls = 0
-        refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
         self._open = True
-        self.lead.claim(version, lambda engines: self._meet_again(engines))
-        self.lead.prepare(manifest, placed, handles)
-        self.total_bytes = sum(cut.nbytes for _, _, cut in self._schedules())
+        met: list[Engine] = []
 
-    def _meet_again(self, engines: Sequence[Engine]) -> None:
-        """Workers that restarted or joined late get the manifest again, and then everything."""
-        self.lead.meet(self._manifest, self._probe.handle, engines)
+        def meet_again(engines: Sequence[Engine]) -> None:
+            # Workers that restarted or joined late get the manifest again, and then everything.
+            met.extend(engines)
+            with create_segment(_PROBE_BYTES, kind=self.kind) as probe:
+                self.lead.meet(self._manifest, probe.handle, engines)
+
+        self.lead.claim(version, meet_again)
+        refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
+        self.lead.start()
+        return bool(met)
+
+    def prepare(self, placed: Placed, handles: Sequence[Handle]) -> None:
+        """Returns when every worker has proved the whole session."""
+        self._placed = placed
+        self.lead.prepare(self._manifest, placed, handles)
+        self.total_bytes = sum(cut.nbytes for _, _, cut in self._schedules())
 
     def _schedules(self) -> list[tuple[Engine, int, WorkerSchedule]]:
         return [(engine, w.rank, self.lead.schedule(engine, w.rank)) for engine, w in self._fleet.workers()]
@@ -119,12 +123,17 @@ class Leading:
         self.lead.finish()
 
     def publish(self) -> None:
-        """Name the version everywhere, drop old caches, give the lease back, and only then resume."""
+        """Name the version everywhere, drop old caches, and only then resume and give the lease back.
+
+        The lease goes last: were this trainer to die before, the next one sees by it whose pause it finds.
+        """
         self.lead.set_version()
         refuse(reset_caches(self._fleet), "the weights are installed but not published")
-        refuse(self.lead.release().faults, "the weights are installed but not published")
         self._open, self._published = False, True
-        refuse(resume(self._fleet), f"{self._version!r} is published but an engine did not resume")
+        stuck = resume(self._fleet)
+        released = self.lead.release().faults
+        refuse(stuck, f"{self._version!r} is published but an engine did not resume")
+        refuse(released, f"{self._version!r} is published but an engine did not give its lease back")
 
     def abandon(self, reason: str) -> str:
         """End the session on the whole fleet; says what it serves now. Never raises."""
@@ -136,7 +145,9 @@ class Leading:
             self._open = False
             state = self.lead.abort(reason)
             if not self.lead.serves_old:
-                return f"{state}. Engines stay paused: push again, which resumes them when every worker is whole"
+                paused = any(engine.paused_by_us for engine in self._fleet.engines)
+                held = "Engines stay paused: push again, which resumes them when every worker is whole"
+                return f"{state}. {held if paused else 'Push again'}"
             stuck = resume(self._fleet)
             return state + "".join(f"; {fault} (still paused)" for fault in stuck)
         except Exception as error:
@@ -185,7 +196,6 @@ class Leading:
     def close(self) -> None:
         """Give everything back; engines that cannot be reached any more are left alone."""
         self.lead.release(connection=True)
-        self._probe.close()
         self._channel.close()
         for engine in self._fleet.engines:
             close = getattr(engine.client, "close", None)

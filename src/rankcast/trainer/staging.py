@@ -54,7 +54,6 @@ class Staging:
             self.close()
             raise
         self._reader: Iterator[Weight] | None = None
-        self._ahead: Weight | None = None
 
     @property
     def handles(self) -> tuple[Handle | None, Handle | None]:
@@ -66,7 +65,6 @@ class Staging:
         """Start a fresh pass over the source."""
         self.end()
         self._reader = iter(self._source.read())
-        self._ahead = next(self._reader, None)
 
     def stage(self, turn: int) -> int:
         """Write this rank's tensors of round ``turn`` into their buffer; returns how many bytes it wrote.
@@ -75,23 +73,26 @@ class Staging:
         """
         assert self._reader is not None, "begin comes first"
         buffer = self._buffers[turn % 2]
-        written = seen = 0
-        while self._ahead is not None:
-            index = self._index(self._ahead)
-            if self._rounds.rounds[index] > turn:
-                break
+        written = 0
+        # Never one ahead: a source may run a collective for its next tensor, which the other ranks reach only in the
+        # next round, and that does not begin before this one is staged.
+        for seen in range(self._expected[turn]):
+            weight = next(self._reader, None)
+            if weight is None:
+                raise SourceError(f"the source yielded {seen} of the {self._expected[turn]} tensors of round {turn}")
+            index = self._index(weight)
+            if self._rounds.rounds[index] != turn:
+                raise SourceError(f"the source yields {weight.meta} out of its order", tensor=weight.meta.name)
             if self._mine[index]:
                 size = self._manifest.sizes[index]
                 start = self._rounds.offsets[index]
                 if buffer is not None and size:
-                    self._ahead.write(buffer.memory[start : start + size])
+                    weight.write(buffer.memory[start : start + size])
                 written += size
-            seen += 1
             # Let go of this tensor before the source makes the next one.
-            self._ahead = None
-            self._ahead = next(self._reader, None)
-        if seen != self._expected[turn]:
-            raise SourceError(f"the source yielded {seen} of the {self._expected[turn]} tensors of round {turn}")
+            del weight
+        if turn == self._rounds.count - 1 and (extra := next(self._reader, None)) is not None:
+            raise SourceError(f"the source yields {extra.meta} after its last tensor", tensor=extra.meta.name)
         return written
 
     def _index(self, weight: Weight) -> int:
@@ -108,9 +109,15 @@ class Staging:
     def end(self) -> None:
         """Leave the pass, finished or not; a generator behind it is closed."""
         close = getattr(self._reader, "close", None)
-        self._reader, self._ahead = None, None
+        self._reader = None
         if close is not None:
             close()
+
+    def unlink(self) -> None:
+        """Every reader has the buffers open: take away the names that some kinds of segment have."""
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.unlink()
 
     def close(self) -> None:
         """Give the buffers back."""

@@ -76,8 +76,17 @@ class Sync:
             assert staging is not None, "refresh lays out"
         with clock.stage("prepare"):
             if leading is not None:
-                leading.open(version, exports.manifest, placed, handles, clock)
+                met_anew = leading.open(version, exports.manifest)
+            if exports.named:
+                # The names are gone since the last readers had them: who is new needs new ones.
+                said = group.broadcast(b"new" if leading is not None and met_anew else b"", "who is new")
+                placed, handles = exports.renew() if said else (placed, handles)
+                staging = exports.staging
+                assert staging is not None, "renew lays out"
+            if leading is not None:
+                leading.prepare(placed, handles)
             group.broadcast(b"", "prepared")
+            exports.unlink()
         staging.begin()
         done = 0
         for turn in range(placed.installs):

@@ -16,15 +16,15 @@ from functools import cache
 import torch
 
 from rankcast.errors import LimitError, LocationError
-from rankcast.process import ProcessIdentity, host_id, pid_namespace, provably_dead, start_time
+from rankcast.process import provably_dead
 from rankcast.transports.limits import SHARED_MEMORY, check_mappings, raise_descriptor_limit
+from rankcast.transports.owner import READ_ONLY, check_host, check_namespace, check_owner, refusal, status_of
 from rankcast.transports.segment import OpenedSegment
-from rankcast.wire.handles import Handle, ShmHandle, ShmNameHandle, check_format
+from rankcast.wire.handles import FileHandle, Handle, MemoryHandle, ShmHandle, ShmNameHandle, check_format
 
 #: Names of our files: pid, start time and pid namespace of the owner, and 64 random bits.
 NAME = re.compile(r"rankcast-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
 
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 # Names under which the kernel shows shared memory: memfd_create, named, and anonymous shared mappings.
 _SHARED = ("/memfd:", f"{SHARED_MEMORY}/", "/dev/zero")
 
@@ -33,16 +33,17 @@ def open_handle(handle: Handle) -> OpenedSegment:
     """Open another process's segment (or this one's own) to be read.
 
     Raises ``LocationError`` naming what differs when the owner is gone, restarted or not visible, access is denied, or
-    the memory is not the one described; ``LimitError`` when descriptors or mappings run out.
+    the memory is not the one described, or is a file; ``LimitError`` when descriptors or mappings run out.
     """
     check_format(handle)
+    if isinstance(handle, FileHandle):
+        raise LocationError(
+            f"descriptor {handle.descriptor} of pid {handle.owner.pid} is exported as a file, which is read and never "
+            "mapped: refused as shared memory"
+        )
     if handle.size < 1:
         raise LocationError(f"a handle says that its segment has {handle.size} bytes")
-    if handle.owner.host != host_id():
-        raise LocationError(
-            f"a segment of pid {handle.owner.pid} lies on another host (boot id {handle.owner.host}, here "
-            f"{host_id()}): shared memory works on one host only"
-        )
+    check_host(handle.owner, "shared memory works on one host only")
     for again in (False, True):
         try:
             if isinstance(handle, ShmHandle):
@@ -98,21 +99,17 @@ class _OpenedShm(_Mapped):
     def __init__(self, handle: ShmHandle) -> None:
         self._handle = handle
         owner = handle.owner
-        if owner.namespace != pid_namespace():
-            raise LocationError(
-                f"the owner of a segment, pid {owner.pid}, lives in another pid namespace ({owner.namespace}, here "
-                f"{pid_namespace()}): share it (docker run --pid=host), or export named segments (shm_name)"
-            )
-        _check_owner(owner)
+        check_namespace(owner, "share it (docker run --pid=host), or export named segments (shm_name)")
+        check_owner(owner)
         label = f"segment {handle.descriptor} of pid {owner.pid}"
         path = f"/proc/{owner.pid}/fd/{handle.descriptor}"
         # Looked at before it is opened, because opening some devices acts on them, and again once it is.
         _check_shared(path, owner.pid, label)
-        _check_status(_stat(path, owner, label), handle, label)
+        _check_status(status_of(path, owner, label), handle, label)
         try:
-            descriptor = os.open(path, _OPEN)
+            descriptor = os.open(path, READ_ONLY)
         except OSError as fault:
-            raise _refusal(fault, owner, label) from None
+            raise refusal(fault, owner, label) from None
         try:
             _check_status(os.fstat(descriptor), handle, label)
             self._map(descriptor, handle.size, label)
@@ -122,9 +119,9 @@ class _OpenedShm(_Mapped):
     def verify(self) -> None:
         self._verify_size()
         owner = self._handle.owner
-        _check_owner(owner)
+        check_owner(owner)
         # What is open here cannot be swapped, but the owner may have closed it and write elsewhere by now.
-        now = _stat(f"/proc/{owner.pid}/fd/{self._handle.descriptor}", owner, self.label)
+        now = status_of(f"/proc/{owner.pid}/fd/{self._handle.descriptor}", owner, self.label)
         _check_status(now, self._handle, self.label)
 
 
@@ -136,9 +133,9 @@ class _OpenedShmName(_Mapped):
         label = f"segment {handle.name}"
         path = f"{SHARED_MEMORY}/{handle.name}"
         try:
-            descriptor = os.open(path, _OPEN | os.O_NOFOLLOW)
+            descriptor = os.open(path, READ_ONLY | os.O_NOFOLLOW)
         except OSError as fault:
-            raise _refusal(fault, handle.owner, label) from None
+            raise refusal(fault, handle.owner, label) from None
         try:
             _check_status(os.fstat(descriptor), handle, label)
             self._map(descriptor, handle.size, label)
@@ -149,27 +146,6 @@ class _OpenedShmName(_Mapped):
         self._verify_size()
         if provably_dead(self._owner):
             raise LocationError(f"the owner of {self.label}, pid {self._owner.pid}, died")
-
-
-def _check_owner(owner: ProcessIdentity) -> None:
-    started = start_time(owner.pid)
-    if started is None:
-        raise LocationError(
-            f"the owner of a segment, pid {owner.pid}, died or is not visible here: if it lives, run both as the same "
-            "user and mount /proc without hidepid"
-        )
-    if started != owner.start_time:
-        raise LocationError(
-            f"pid {owner.pid} started at tick {started}, the owner of the segment at tick {owner.start_time}: the "
-            "trainer restarted; connect again"
-        )
-
-
-def _stat(path: str, owner: ProcessIdentity, label: str) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except OSError as fault:
-        raise _refusal(fault, owner, label) from None
 
 
 def _check_shared(path: str, pid: int, label: str) -> None:
@@ -202,7 +178,7 @@ def _anonymous_device() -> int:
         os.close(descriptor)
 
 
-def _check_status(status: os.stat_result, handle: Handle, label: str) -> None:
+def _check_status(status: os.stat_result, handle: MemoryHandle, label: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise LocationError(f"{label} is not a regular file but {stat.filemode(status.st_mode)}: refused")
     if isinstance(handle, ShmHandle) and status.st_dev != handle.device:
@@ -211,17 +187,3 @@ def _check_status(status: os.stat_result, handle: Handle, label: str) -> None:
         raise LocationError(f"{label} is inode {status.st_ino}, its handle says {handle.inode}: it was replaced")
     if status.st_size != handle.size:
         raise LocationError(f"{label} has {status.st_size} bytes, its handle says {handle.size}: it shrank or grew")
-
-
-def _refusal(fault: OSError, owner: ProcessIdentity, label: str) -> Exception:
-    """The error that names why ``label`` cannot be opened; running out of descriptors stays what it is."""
-    if fault.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        return fault
-    if fault.errno in (errno.EACCES, errno.EPERM):
-        return LocationError(
-            f"{label} may not be opened by uid {os.geteuid()} ({fault.strerror}): run the trainer (pid {owner.pid}) "
-            "and the engine as the same user, the trainer dumpable (not from a setuid program), its pid visible"
-        )
-    if fault.errno == errno.ELOOP:
-        return LocationError(f"{label} is a symbolic link: refused")
-    return LocationError(f"{label} is gone ({fault.strerror}): its owner closed it, or it was unlinked")

@@ -105,6 +105,25 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offsets: tuple[int, ...]
 
 
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one worker copies by itself in the direct mode: its routes, as columns with one value a route.
+
+    ``parameters`` are the names that ``destinations`` index. A route copies a box of ``sizes`` elements of ``dtypes`` from
+    byte ``addresses`` of segment ``segments`` (an index into the handles of the prepare message), stepping by
+    ``source_strides`` elements, to element ``offsets`` of its parameter, stepping by ``strides`` elements.
+    """
+
+    parameters: tuple[str, ...]
+    destinations: tuple[int, ...]
+    offsets: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    segments: tuple[int, ...]
+    addresses: tuple[int, ...]
+    source_strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+
 class Prepare(_Entry, frozen=True, tag="prepare"):
     """The whole session for this worker, before any data: nothing is written for it.
 

@@ -43,7 +43,26 @@ class ShmNameHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     inode: int
 
 
-Handle = ShmHandle | ShmNameHandle
+class FileHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
+    """A regular file that its owner has open, opened read-only through ``/proc/<pid>/fd/<descriptor>`` of the owner.
+
+    ``size`` is in bytes; ``device``, ``inode`` and ``mtime_ns`` are the file's ``st_dev``, ``st_ino`` and
+    ``st_mtime_ns``: a reader refuses a file that was replaced, truncated or rewritten since. No path travels, so that a
+    handle never asks a worker to open what its owner could not.
+    """
+
+    format: int
+    owner: ProcessIdentity
+    descriptor: int
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+
+
+#: Handles of memory, which a reader maps.
+MemoryHandle = ShmHandle | ShmNameHandle
+Handle = MemoryHandle | FileHandle
 
 
 def check_format(handle: Handle) -> None:

@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     message. ``state`` and ``servable`` are the worker's after the call; ``generation`` counts the sessions it completed
     since its process began; ``connection`` and ``schedule_hash`` are what it still holds. ``tensors`` and ``nbytes``
     count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not.
-    ``ended`` says that a session which its trainer had left open was ended by this call.
+    ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never gave back.
     """
 
     protocol: int = PROTOCOL

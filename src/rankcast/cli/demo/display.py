@@ -54,7 +54,9 @@ class Display:
     def doing(self, what: str) -> None:
         """What the bar stands for from now on, as long as nobody knows how long it takes."""
         if self._bars is not None and self._bar is not None:
-            self._bars.reset(self._bar, description=what, total=None)
+            # A task's total cannot be made unknown again.
+            self._bars.remove_task(self._bar)
+            self._bar = self._bars.add_task(what, total=None)
 
     def moving(self, event: Moving) -> None:
         """How far a push is."""

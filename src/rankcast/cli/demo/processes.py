@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import rankcast
 from rankcast.cli.demo import leash
 from rankcast.errors import RankcastError
 
@@ -150,9 +149,9 @@ class Children:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """This process's own, with this very rankcast on the path, one thread a child, and ``folder`` for temporary files."""
+    """This process's own, with this very rankcast on the path, one thread, and ``folder`` for temporary files."""
     kept = dict(os.environ)
-    source = str(Path(rankcast.__file__).parent.parent)
+    source = str(Path(__file__).parents[3])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH", "")]))
     kept["TMPDIR"] = str(folder)  # torch's optimizers leave a directory there
     kept["GLOO_SOCKET_IFNAME"] = "lo"

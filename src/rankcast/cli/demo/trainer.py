@@ -18,11 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
-import rankcast
 from rankcast.cli.demo import messages
 from rankcast.cli.demo.expert_sum import alone
 from rankcast.cli.demo.model import TrainedModel
 from rankcast.engines.reference.config import read_config
+from rankcast.errors import RankcastError
+from rankcast.telemetry.progress import Progress
+from rankcast.trainer.connect import connect
+from rankcast.trainer.sources import ModuleSource
+from rankcast.trainer.sync import Sync
 
 #: Sequences and tokens of a batch.
 BATCH, LENGTH = 8, 33
@@ -87,7 +91,7 @@ class _Rank:
         self._rank, self._ranks, self._checkpoint, self._tell = rank, ranks, checkpoint, tell
         self._store = self._listen() if rank == 0 else None
         self._trainer: Trainer | None = None
-        self._sync: rankcast.Sync | None = None
+        self._sync: Sync | None = None
 
     def _listen(self) -> TCPStore:
         # Port 0: whoever picks a free port first and lets others listen on it later may find it taken.
@@ -104,8 +108,8 @@ class _Rank:
                 reduce = dist.all_reduce if self._ranks > 1 else alone
                 self._trainer = Trainer(self._checkpoint, rank=self._rank, ranks=self._ranks, reduce=reduce)
             case messages.Connect():
-                source = rankcast.ModuleSource(self._loaded.model)
-                self._sync = rankcast.connect(
+                source = ModuleSource(self._loaded.model)
+                self._sync = connect(
                     command.url,
                     source,
                     mode=command.mode,
@@ -129,7 +133,7 @@ class _Rank:
         assert self._trainer is not None, "the ranks meet first"
         return self._trainer
 
-    def _moving(self, progress: rankcast.Progress) -> None:
+    def _moving(self, progress: Progress) -> None:
         self._tell(
             messages.Moving(
                 weight_version=progress.weight_version,
@@ -161,6 +165,8 @@ def main(arguments: list[str]) -> None:
         for line in sys.stdin.buffer:
             answer = trainer.do(messages.decode(line, messages.Command))
             _write(answers.fileno(), messages.encode(answer))
+    except RankcastError as error:
+        sys.exit(f"{type(error).__name__}: {error.message}")
     finally:
         trainer.close()
         if dist.is_initialized():

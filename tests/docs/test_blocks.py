@@ -1,0 +1,189 @@
+"""Every fenced block of the README and of docs/ is run, or read by what reads it in earnest.
+
+Python blocks of a page run one after another in one namespace. Commands run, or where they last too long, are parsed by
+the command line's own parser. JSON goes through the decoder that its fence names. Only ``text`` is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+
+from docs.conftest import RANKCAST, Surroundings, train_step
+from docs.markdown_pages import PAGES, ROOT, Block, blocks, name_of
+from fleets import environment
+from rankcast.cli import app
+from rankcast.engines.reference.layout import Layout
+from rankcast.topology import Worker
+from rankcast.wire.bodies import EntryBody, InitBody
+from rankcast.wire.codec import Codec, decode
+from rankcast.wire.payload import bare_entry, check_addressee, is_own, pick
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SECONDS = 120.0
+#: These run until they are told to end, or longer than an example may: their options are parsed.
+LASTING = {"demo", "reference-server"}
+
+
+def of(language: str) -> list[Block]:
+    found = [block for block in BLOCKS if block.language == language]
+    assert found, f"no page has a block of {language}"
+    return found
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    known = {"python", "sh", "json", "mermaid", "text"}
+    assert [f"{block}: {block.words}" for block in BLOCKS if block.language not in known] == []
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
+def test_python_runs(page: str, surroundings: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {"__name__": "page", "model": surroundings.model(), "train_step": train_step}
+    ran = 0
+    for block in of("python"):
+        if block.page == page:
+            # As many empty lines before it as the page has, so that a traceback names the page's own line.
+            text = "\n" * (block.line - 1) + surroundings.fill(block.text)
+            exec(compile(text, page, "exec"), namespace)
+            ran += 1
+    assert ran
+
+
+def test_the_readmes_trainer_pushed_into_the_engine(
+    surroundings: Surroundings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = next(block for block in of("python") if block.page == "README.md")
+    namespace = {"model": surroundings.model(), "train_step": train_step}
+    exec(compile(surroundings.fill(block.text), block.page, "exec"), namespace)
+    assert surroundings.url in surroundings.fill(block.text)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step-0", "step-1", "step-2"]
+    said = status(surroundings.url)
+    assert said["weight_version"] == "step-2"
+    assert len(said["engines"][0]["workers"]) == 4
+
+
+@pytest.mark.parametrize("block", of("sh"), ids=str)
+def test_commands_run(block: Block, surroundings: Surroundings) -> None:
+    lines = [line for line in block.text.splitlines() if line.strip() and not line.startswith("#")]
+    assert lines
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        match words:
+            case ["make", target]:
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            case ["rankcast", command, *arguments]:
+                parsed(command, arguments)
+                if command not in LASTING:
+                    run([command, *shlex.split(surroundings.fill(shlex.join(arguments)))])
+            case ["pip", "install", "."]:
+                assert (ROOT / "pyproject.toml").is_file()
+            case ["export", setting]:
+                name = setting.partition("=")[0]
+                assert any(name in path.read_text() for path in (ROOT / "src" / "rankcast").rglob("*.py")), line
+            case _:
+                pytest.fail(f"{block}: nothing tests {line!r}")
+
+
+def test_the_engine_that_the_pages_start_is_the_one_that_is_tested(surroundings: Surroundings) -> None:
+    lines = [line for block in of("sh") for line in block.text.splitlines() if "reference-server" in line]
+    assert lines
+    for line in lines:
+        options = parsed("reference-server", shlex.split(line, comments=True)[2:])
+        layout = Layout(tp=options["tp"], dp=options["dp"], pp=options["pp"], expert_parallel=options["expert_parallel"])
+        assert layout == Layout(dp=2, tp=2, expert_parallel=True)
+        assert options["port"] == 8000
+
+
+def parsed(command: str, arguments: list[str]) -> dict[str, Any]:
+    """What the real command makes of its arguments; raises click's errors for any that it does not take."""
+    group = typer.main.get_command(app)
+    found = group.commands[command]  # type: ignore[attr-defined]  # a group, by its callback
+    with found.make_context(command, list(arguments)) as context:
+        return dict(context.params)
+
+
+def run(arguments: list[str]) -> str:
+    done = subprocess.run(
+        [*RANKCAST, *arguments], capture_output=True, text=True, timeout=SECONDS, env=environment(), cwd=ROOT
+    )
+    assert done.returncode == 0, f"rankcast {shlex.join(arguments)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def status(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(["status", url, "--json"]))
+    return found
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_payload(value: Any) -> None:
+    """Each worker picks its entry, opens it, and finds that it is the one it is for."""
+    assert is_own(value)
+    for rank in value["entries"]:
+        entry = Codec().open(pick(value, worker(rank)), EntryBody, what="the page's entry")
+        check_addressee(entry, worker(rank))
+
+
+def worker(rank: str) -> Worker:
+    return Worker(engine="5f0c" * 8, rank=int(rank), workers=2)
+
+
+def read_error(value: Any) -> None:
+    """The embedded server's own answer has the same fields."""
+    assert set(value) == {"error"}
+    assert set(value["error"]) == {"code", "message", "faults"}
+    assert all(set(row) == {"worker", "rank", "code", "message", "tensor", "state"} for row in value["error"]["faults"])
+
+
+READERS: dict[str, Callable[[Any], object]] = {
+    "bare-entry": bare_entry,
+    "payload": read_payload,
+    "entry-body": lambda value: decode(msgspec.json.encode(value), EntryBody, what="the page's body"),
+    "init-body": lambda value: decode(msgspec.json.encode(value), InitBody, what="the page's body"),
+    "error": read_error,
+}
+
+
+@pytest.mark.parametrize("block", of("json"), ids=str)
+def test_json_is_what_its_decoder_takes(block: Block) -> None:
+    (kind,) = block.words[1:]
+    READERS[kind](json.loads(block.text))
+
+
+@pytest.mark.parametrize("block", of("mermaid"), ids=str)
+def test_diagrams_use_declared_participants_and_close_what_they_open(block: Block) -> None:
+    first, *lines = [line.strip() for line in block.text.splitlines()]
+    assert first == "sequenceDiagram"
+    declared: set[str] = set()
+    depth = 0
+    for line in lines:
+        if match := re.fullmatch(r"participant (\w+) as [\w ]+", line):
+            declared.add(match[1])
+        elif match := re.fullmatch(r"(\w+)(?:->>|-->>)(\w+): [^;#]+", line):
+            assert {match[1], match[2]} <= declared, line
+        elif match := re.fullmatch(r"Note over (\w+),(\w+): [^;#]+", line):
+            assert {match[1], match[2]} <= declared, line
+        elif line.startswith("loop "):
+            depth += 1
+        else:
+            assert line == "end", line
+            depth -= 1
+        assert depth >= 0
+    assert depth == 0
+
+
+def test_the_pages_there_are() -> None:
+    assert [name_of(page) for page in PAGES][0] == "README.md"
+    assert {"docs/rank-local-updates.md", "docs/how-it-works.md", "docs/decisions.md", "docs/troubleshooting.md"} <= {
+        name_of(page) for page in PAGES
+    }
