@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from by_hand import ByHand, codes
 from checkpoints import as_torch, tiny_config
-from fleets_inprocess import ByHand, Fleet, codes
+from fleets_inprocess import Fleet
 from oracle import unique_weights
 from rankcast import (
     AuthenticationError,

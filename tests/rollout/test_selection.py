@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fleets_inprocess import ByHand, OneValue, codes
+from by_hand import ByHand, codes
+from fleets_inprocess import OneValue
 from rankcast import Receiver, Worker
 from rankcast.manifest import Manifest
 from rankcast.topology import engine_rank, new_engine_id

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import rankcast
+from by_hand import manifest_of
 from checkpoints import as_torch, bits_of, tiny_config
 from fleets import environment
-from fleets_inprocess import Fleet, Stream, Trained, WatchedClient, manifest_of
+from fleets_inprocess import Fleet, Stream, Trained, WatchedClient
 from oracle import compare, touched, unique_weights
 from rankcast import Progress, Receiver, WeightSource
 from rankcast.engines.reference.layout import Layout

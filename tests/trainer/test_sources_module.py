@@ -290,9 +290,9 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
     assert caught.value.tensor == "weight"
 
 
-def test_a_sharded_dtensor_is_refused_and_a_replicated_one_is_sent(tmp_path: Path) -> None:
+def test_a_replicated_and_a_sharded_dtensor_are_sent_whole_and_a_partial_sum_is_refused(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -303,10 +303,12 @@ def test_a_sharded_dtensor_is_refused_and_a_replicated_one_is_sent(tmp_path: Pat
         module.weight = nn.Parameter(distribute_tensor(full, mesh, [Replicate()]))
         assert written(ModuleSource(module)) == {"weight": bits(full)}
         module.weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
+        assert written(ModuleSource(module)) == {"weight": bits(full)}
+        module.weight = nn.Parameter(DTensor.from_local(full, mesh, [Partial()]))
         with pytest.raises(UnsupportedError) as caught:
             ModuleSource(module).manifest()
         assert "weight" in str(caught.value)
-        assert "Shard" in str(caught.value) or "S(0)" in str(caught.value)
+        assert "Partial" in str(caught.value)
     finally:
         dist.destroy_process_group()
         del os.environ["GLOO_SOCKET_IFNAME"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from rankcast.manifest import DTYPES, Manifest
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 Codes = npt.NDArray[np.int16]
+Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[Any]
 
 #: Canonical dtype names in the order of their codes, and the bytes of an element of each.
 DTYPE_NAMES = tuple(DTYPES)
@@ -42,9 +44,42 @@ def dimensions(manifest: Manifest) -> int:
 def shape_columns(manifest: Manifest) -> Ints:
     """int64 [tensors, D]: full shapes, with 1 for dimensions that a tensor lacks."""
     dims = dimensions(manifest)
-    padding = (1,) * dims
-    flat = [size for shape in manifest.shapes for size in (*shape, *padding[len(shape) :])]
-    return np.array(flat, dtype=np.int64).reshape(len(manifest), dims)
+    # Many tensors, few different shapes.
+    rows = {shape: row for row, shape in enumerate(dict.fromkeys(manifest.shapes))}
+    table = np.array([(*shape, *(1,) * (dims - len(shape))) for shape in rows], dtype=np.int64).reshape(-1, dims)
+    return table[np.fromiter(map(rows.__getitem__, manifest.shapes), dtype=np.int64, count=len(manifest))]
+
+
+def product(rows: Ints) -> Ints:
+    """Products int64 [n] along the last dimension of [n, D], which is short: numpy's own reductions are slow there."""
+    result: Ints = rows[:, 0].copy()
+    for d in range(1, rows.shape[1]):
+        result *= rows[:, d]
+    return result
+
+
+def steps(indices: Ints, strides: Ints) -> Ints:
+    """Elements int64 [n] from the first to the one at ``indices`` [n, D] of views with ``strides`` [n, D]."""
+    result: Ints = indices[:, 0] * strides[:, 0]
+    for d in range(1, indices.shape[1]):
+        result += indices[:, d] * strides[:, d]
+    return result
+
+
+def solid(sizes: Ints) -> Flags:
+    """Which boxes [n] of ``sizes`` [n, D] have any element."""
+    result: Flags = sizes[:, 0] > 0
+    for d in range(1, sizes.shape[1]):
+        result &= sizes[:, d] > 0
+    return result
+
+
+def outside(starts: Ints, sizes: Ints, shapes: Ints) -> Flags:
+    """Which boxes [n] are not within tensors of ``shapes`` [n, D], or have a negative start or size."""
+    result: Flags = np.zeros(len(starts), dtype=np.bool_)
+    for d in range(starts.shape[1]):
+        result |= (starts[:, d] < 0) | (sizes[:, d] < 0) | (starts[:, d] + sizes[:, d] > shapes[:, d])
+    return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +108,7 @@ class Shards:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
+    def take(self, rows: Rows) -> Self:
         """The rows at ``rows`` (indices or a mask), in that order."""
         return type(self)(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
@@ -108,7 +143,7 @@ class Destinations:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
+    def take(self, rows: Rows) -> Self:
         """The rows at ``rows`` (indices or a mask), in that order."""
         return type(self)(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
@@ -133,7 +168,7 @@ class Fleet:
         if len(self.trace_of_worker) != len(self.host_of_worker):
             raise ValueError(f"{len(self.trace_of_worker)} workers have a trace, {len(self.host_of_worker)} a host")
         if len(self.trace_of_worker) and not (
-            0 <= int(self.trace_of_worker.min()) and int(self.trace_of_worker.max()) < len(self.traces)
+            int(self.trace_of_worker.min()) >= 0 and int(self.trace_of_worker.max()) < len(self.traces)
         ):
             raise ValueError(f"a worker has a trace that is not one of the {len(self.traces)}")
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.manifest import Manifest, listed
-from rankcast.plan.columns import DTYPE_NAMES, ITEM_BYTES, Ints, Ints32, Shards
+from rankcast.plan.columns import DTYPE_NAMES, ITEM_BYTES, Flags, Ints, Ints32, Shards, outside, solid, steps
 
 #: The most shards of one tensor that are compared pair by pair, and the most pieces that one may be cut into.
 IRREGULAR_LIMIT = 4096
@@ -46,8 +46,8 @@ def pieces_of(manifest: Manifest, shapes: Ints, shards: Shards) -> Pieces:
     other shards of it, and ``UnsupportedError`` for a tensor whose shards overlap in too many ways.
     """
     _check_shards(manifest, shapes, shards)
-    solid = (shards.sizes > 0).all(axis=1)
-    kept, starts = _grouped(shards if solid.all() else shards.take(solid))
+    some = solid(shards.sizes)
+    kept, starts = _grouped(shards if bool(some.all()) else shards.take(some))
     lead, odd = _regular(kept, starts, len(manifest))
     overlapping = [int(t) for t in odd if _overlap(manifest, kept, int(t))]
     if overlapping:
@@ -70,7 +70,7 @@ def _check_shards(manifest: Manifest, shapes: Ints, shards: Shards) -> None:
         raise ManifestError(f"a shard is of tensor {int(shards.tensor.max())}, the manifest has {len(manifest)}")
     if shards.starts.shape[1] != shapes.shape[1]:
         raise ManifestError(f"shards have {shards.starts.shape[1]} dimensions, the manifest {shapes.shape[1]}")
-    bad = ((shards.starts < 0) | (shards.sizes < 0) | (shards.starts + shards.sizes > shapes[shards.tensor])).any(1)
+    bad = outside(shards.starts, shards.sizes, shapes[shards.tensor])
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         meta = manifest.row(int(shards.tensor[row]))
@@ -102,12 +102,13 @@ def _words(starts: Ints, sizes: Ints, dims: int) -> str:
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in pairs) + "]"
 
 
-def _grouped(shards: Shards) -> tuple[Shards, npt.NDArray[np.bool_]]:
+def _grouped(shards: Shards) -> tuple[Shards, Flags]:
     """Shards sorted by box and rank, each rank once for a box, with a flag on the first of each box."""
     dims = range(shards.starts.shape[1])
-    boxes = [*(shards.starts[:, d] for d in dims), *(shards.sizes[:, d] for d in dims)]
+    boxes: list[npt.NDArray[np.integer]] = [*(shards.starts[:, d] for d in dims), *(shards.sizes[:, d] for d in dims)]
     # Columns that say the same everywhere sort nothing, and sorting is most of the work.
-    keys = [column for column in (shards.tensor, *boxes, shards.rank, shards.segment, shards.offset) if _varies(column)]
+    every: list[npt.NDArray[np.integer]] = [shards.tensor, *boxes, shards.rank, shards.segment, shards.offset]
+    keys = [column for column in every if _varies(column)]
     ordered = shards.take(np.lexsort(keys[::-1])) if keys else shards
     new = _changes([ordered.tensor, *(ordered.starts[:, d] for d in dims), *(ordered.sizes[:, d] for d in dims)])
     single = new | _changes([ordered.rank])
@@ -118,7 +119,7 @@ def _varies(column: npt.NDArray[np.integer]) -> bool:
     return bool(len(column)) and bool((column != column[0]).any())
 
 
-def _changes(columns: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.bool_]:
+def _changes(columns: list[npt.NDArray[np.integer]]) -> Flags:
     """Where any of ``columns`` differs from the row before; true for the first row."""
     new = np.zeros(len(columns[0]), dtype=np.bool_)
     new[:1] = True
@@ -127,7 +128,7 @@ def _changes(columns: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.bool_]:
     return new
 
 
-def _regular(shards: Shards, new: npt.NDArray[np.bool_], tensors: int) -> tuple[Ints, Ints]:
+def _regular(shards: Shards, new: Flags, tensors: int) -> tuple[Ints, Ints]:
     """Per tensor the dimension with the most intervals, and the tensors with intervals that overlap unequally.
 
     When all intervals of each dimension are equal or apart, then so are any two boxes: there is one dimension at least
@@ -183,7 +184,7 @@ def _cut(manifest: Manifest, shards: Shards) -> Shards:
             raise _too_many(manifest, int(shards.tensor[0]), len(rows))
     whole = shards.take(np.array(rows, dtype=np.int64))
     bounds = np.array(boxes, dtype=np.int64)
-    moved = ((bounds[:, :, 0] - whole.starts) * whole.strides).sum(axis=1) * ITEM_BYTES[whole.dtype]
+    moved = steps(bounds[:, :, 0] - whole.starts, whole.strides) * ITEM_BYTES[whole.dtype]
     return dataclasses.replace(
         whole, starts=bounds[:, :, 0], sizes=bounds[:, :, 1] - bounds[:, :, 0], offset=whole.offset + moved
     )
@@ -193,7 +194,7 @@ def _dims(shards: Shards) -> range:
     return range(shards.starts.shape[1])
 
 
-def _by_lead(shards: Shards, new: npt.NDArray[np.bool_], lead: Ints) -> tuple[Shards, npt.NDArray[np.bool_]]:
+def _by_lead(shards: Shards, new: Flags, lead: Ints) -> tuple[Shards, Flags]:
     """The same pieces, each tensor's sorted by their starts in its own leading dimension."""
     piece = np.cumsum(new) - 1
     along = np.take_along_axis(shards.starts, np.maximum(lead[shards.tensor], 0)[:, None], axis=1)[:, 0]

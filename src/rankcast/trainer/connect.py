@@ -91,7 +91,7 @@ def connect(
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
             found_clients = clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout)
-            urls = [where for where, client in found_clients if isinstance(client, HttpClient)]
+            urls = [client.url for _, client in found_clients if isinstance(client, HttpClient)]
             channel = ReportChannel(codec, listen=listen or facing(urls))
             cleanup.insert(0, channel.close)
             channel.start()

@@ -38,7 +38,8 @@ def clients(
         elif isinstance(worker, Worker):
             receivers.setdefault(worker.engine, []).append(item)
         elif isinstance(item, WeightSyncClient):
-            found.append((f"{type(item).__name__} {len(found)}", item))
+            where = item.url if isinstance(item, HttpClient) else f"{type(item).__name__} {len(found)}"
+            found.append((where, item))
         else:
             raise UnsupportedError(
                 f"a target is a URL, a vllm.LLM, a Receiver or a WeightSyncClient (any object "

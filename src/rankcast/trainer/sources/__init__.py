@@ -12,11 +12,28 @@ from typing import cast
 from torch import nn
 
 from rankcast.trainer.sources.base import Weight, WeightSource
+from rankcast.trainer.sources.declared import Declared, DeclaredSource
+from rankcast.trainer.sources.exported import ExportedShards, RankShards, export_shards
 from rankcast.trainer.sources.iterable import IterableSource, Stream
 from rankcast.trainer.sources.module import ModuleSource
 from rankcast.trainer.sources.safetensors import SafetensorsSource
+from rankcast.trainer.sources.shards import FileRange, Shard
 
-__all__ = ["IterableSource", "ModuleSource", "SafetensorsSource", "Weight", "WeightSource", "as_source"]
+__all__ = [
+    "Declared",
+    "DeclaredSource",
+    "ExportedShards",
+    "FileRange",
+    "IterableSource",
+    "ModuleSource",
+    "RankShards",
+    "SafetensorsSource",
+    "Shard",
+    "Weight",
+    "WeightSource",
+    "as_source",
+    "export_shards",
+]
 
 
 def as_source(source: object) -> WeightSource:

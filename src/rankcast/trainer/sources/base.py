@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from rankcast.manifest import Manifest, TensorMeta
+from rankcast.trainer.sources.shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,34 @@ class WeightSource(ABC):
         soon as what it finds differs from the manifest; bytes that were sent before stay on the workers, half new,
         which is why a source compares before it yields. The caller closes the iterator when it stops early.
         """
+
+    def shards(self) -> list[Shard] | None:
+        """What this rank holds of each tensor of ``manifest()``, where it lies: for the mode ``direct``.
+
+        ``None`` says that this source's weights lie nowhere that lasts (they are computed or gathered on the way), so
+        that they go through ``read``. A tensor of which this rank holds nothing has no shard. Boxes of one tensor on
+        one rank must not overlap; equal boxes on several ranks are replicas, equal bit for bit. Shards may be asked for
+        again at any push, and do no collective. What they lie in must not change between a call of ``push`` and its
+        return.
+        """
+        return None
+
+    def addresses(self) -> tuple[int, ...]:
+        """A cheap record of where the memory behind ``shards()`` lies now: equal records mean that none has moved.
+
+        Compare it only with a record of the same source of this process, and while the storages that were exported
+        then are remembered (weakly is enough), because addresses are given out again.
+        """
+        return ()
+
+    def versions(self) -> tuple[int, ...]:
+        """A cheap record of how often the memory behind ``shards()`` was written, taken before and after a push.
+
+        Different records prove a write in between. Equal ones prove nothing about writes that torch does not count:
+        through ``.data``, numpy, another process or a kernel of one's own, in inference mode, or by an optimizer with
+        ``fused=True`` (or ``foreach=True`` over DTensors).
+        """
+        return ()
 
     def close(self) -> None:
         """Let go of whatever the source holds open. Idempotent, never raises."""

@@ -6,12 +6,12 @@ meaning, modules or manifests.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 
 from rankcast.errors import ManifestError, UnsupportedError
+from rankcast.trainer.sources.dtensor import is_sharded, local_tensor
 from rankcast.transports.segment import dtype_name, torch_dtype
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -20,18 +20,25 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def whole_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as an ordinary tensor of full shape, detached: a DTensor that is replicated gives its local tensor.
 
-    Raises ``UnsupportedError`` for a tensor that has no full set of plain values on this rank: a sharded DTensor, one
-    without data (meta, lazy), a sparse or quantised one.
+    Raises ``UnsupportedError`` for a tensor that has no full set of plain values on this rank: a sharded DTensor, and
+    what ``plain_tensor`` refuses.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only where this was imported
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        if not all(placement.is_replicate() for placement in tensor.placements):
-            raise UnsupportedError(
-                f"{name} is a DTensor with placements {list(map(str, tensor.placements))}, of which this rank holds a "
-                "part: gather it (full_tensor()) in a function that yields (name, tensor), and pass that function",
-                tensor=name,
-            )
-        tensor = tensor.to_local()
+    if is_sharded(tensor):
+        placements = tensor.placements  # type: ignore[attr-defined]  # a DTensor's
+        raise UnsupportedError(
+            f"{name} is a DTensor with placements {list(map(str, placements))}, of which this rank holds a part: "
+            "gather it (full_tensor()) before it is yielded, or pass the module itself",
+            tensor=name,
+        )
+    return plain_tensor(name, local_tensor(tensor))
+
+
+def plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which is no DTensor, detached.
+
+    Raises ``UnsupportedError`` for a tensor without plain values: one without data (meta, lazy), a sparse or quantised
+    one.
+    """
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedError(f"{name} is not initialised yet: run the module once first", tensor=name)
     if tensor.is_meta:

@@ -16,10 +16,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rankcast.errors import SourceError
+from rankcast.errors import LocationError, SourceError
+from rankcast.geometry import whole
 from rankcast.manifest import Manifest, listed
 from rankcast.trainer.sources.base import Weight, WeightSource
 from rankcast.trainer.sources.header import Located, read_header
+from rankcast.trainer.sources.shards import FileRange, Shard
+from rankcast.transports.file import ExportedFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,6 +58,7 @@ class SafetensorsSource(WeightSource):
         self._path = Path(path)
         self._files: tuple[_File, ...] | None = None
         self._manifest: Manifest | None = None
+        self._exported: list[ExportedFile] = []
 
     def manifest(self) -> Manifest:
         if self._manifest is None:
@@ -77,6 +81,45 @@ class SafetensorsSource(WeightSource):
                         yield Weight(located.meta, _from(live, file, located))
                     finally:
                         live.clear()  # the number may be somebody else's descriptor later
+
+    def shards(self) -> list[Shard]:
+        """Every tensor as a range of its file, which stays open from the first call on until ``close``."""
+        self.manifest()
+        assert self._files is not None
+        if not self._exported:
+            for file in self._files:
+                try:
+                    self._exported.append(ExportedFile(file.path))
+                except LocationError as fault:
+                    self.close()
+                    raise SourceError(fault.message) from None
+        for file, exported in zip(self._files, self._exported, strict=True):
+            handle = exported.handle
+            _compare(file, (handle.device, handle.inode, handle.size, handle.mtime_ns))
+        return [
+            Shard(located.meta, whole(located.meta.shape), FileRange(exported, located.start))
+            for file, exported in zip(self._files, self._exported, strict=True)
+            for located in file.tensors
+        ]
+
+    def versions(self) -> tuple[int, ...]:
+        """What the files' paths lead to now; zeros for one that is gone."""
+        self.manifest()
+        found: list[int] = []
+        for file in self._files or ():
+            try:
+                status = os.stat(file.path)
+            except OSError:
+                found += (0, 0, 0, 0)
+            else:
+                found += (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return tuple(found)
+
+    def close(self) -> None:
+        """Close the files; what workers have open of them stays readable to them."""
+        for exported in self._exported:
+            exported.close()
+        self._exported = []
 
 
 def _from(live: list[int], file: _File, located: Located) -> Callable[[torch.Tensor], None]:
@@ -179,7 +222,10 @@ def _identity(descriptor: int, path: Path) -> tuple[int, int, int, int]:
 
 
 def _check_same(descriptor: int, file: _File) -> None:
-    now = _identity(descriptor, file.path)
+    _compare(file, _identity(descriptor, file.path))
+
+
+def _compare(file: _File, now: tuple[int, int, int, int]) -> None:
     if now == file.identity:
         return
     if now[:2] != file.identity[:2]:

@@ -1,0 +1,231 @@
+"""Trainer ranks as real processes that connect and push as a test tells them, one call at a time.
+
+It knows how to start, ask, stop and kill ranks; it must not know what a push ought to do. Run as a program it is one
+rank: it reads a JSON request a line and answers each with a JSON line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleets import environment
+
+#: How long a rank may take for one call that nothing is wrong with.
+ANSWER_SECONDS = 60.0
+
+
+class Trainers:
+    """``size`` trainer ranks in one gloo process group; close with ``stop``."""
+
+    def __init__(self, size: int, folder: Path, config: dict[str, Any], *, secret: str | None = None, prefix: str = "") -> None:
+        self.size = size
+        own = {"GLOO_SOCKET_IFNAME": "lo", "TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
+        command = [sys.executable, __file__]
+        if prefix:
+            command = ["/bin/sh", "-c", f'{prefix}; exec "$@"', "sh", *command]
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**environment(secret), **own},
+            )
+            for rank in range(size)
+        ]
+        self._unread = [b""] * size
+
+    def ask(self, rank: int, call: str, *arguments: Any) -> None:
+        """Let ``rank`` make ``call``; ``answer`` has what came of it."""
+        pipe = self.processes[rank].stdin
+        assert pipe is not None
+        pipe.write(json.dumps([call, *arguments]).encode() + b"\n")
+        pipe.flush()
+
+    def answer(self, rank: int, seconds: float = ANSWER_SECONDS) -> Any:
+        """The next answer of ``rank``; fails the test when none comes in time. ``{"error": ...}`` when it raised."""
+        pipe = self.processes[rank].stdout
+        assert pipe is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._unread[rank]:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                raise AssertionError(f"trainer rank {rank} has not answered within {seconds} s")
+            more = os.read(pipe.fileno(), 1 << 20)
+            assert more, f"trainer rank {rank} ended with {self.processes[rank].wait()}"
+            self._unread[rank] += more
+        line, self._unread[rank] = self._unread[rank].split(b"\n", 1)
+        return json.loads(line)
+
+    def all(self, call: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """Every rank makes ``call`` at the same time; their answers in rank order."""
+        for rank in range(self.size):
+            self.ask(rank, call, *arguments)
+        return [self.answer(rank, seconds) for rank in range(self.size)]
+
+    def one(self, rank: int, call: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """One rank makes ``call``; its answer."""
+        self.ask(rank, call, *arguments)
+        return self.answer(rank, seconds)
+
+    def ended(self, rank: int, seconds: float = ANSWER_SECONDS) -> int:
+        """Wait until ``rank`` has died; its exit status."""
+        return self.processes[rank].wait(seconds)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+
+
+@contextlib.contextmanager
+def trainers(size: int, folder: Path, config: dict[str, Any], **options: Any) -> Iterator[Trainers]:
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Trainers(size, folder, config, **options)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+class _Rank:
+    """What a rank can be asked for."""
+
+    def __init__(self, rank: int, size: int, config: dict[str, Any]) -> None:
+        self.rank, self.size, self.config = rank, size, config
+        self.sync: Any = None
+        self.clients: list[Any] = []
+
+    def connect(self, urls: list[str], source: str, which: list[Any], options: dict[str, Any]) -> str:
+        """Join the fleet with a ``source`` (see ``sharded``) of the weights ``which``; says the kind of segments."""
+        import rankcast
+        from end_to_end.sharded import Faulty, held_names, sharded_source, weights_of
+        from end_to_end.watched import Watched
+
+        weights = weights_of(self.config, which)
+        names = held_names(self.config, list(weights), self.rank, self.size)
+        inner, self._become = sharded_source(source, {name: weights[name] for name in names}, self.rank, self.size)
+        self._names = names
+        self.source = Faulty(inner)
+        options = {"timeout": 60, "bucket_bytes": 16384, **options}
+        # Only rank 0's target counts: the others say none that could be met.
+        self.clients = [Watched(url, timeout=options["timeout"]) for url in urls] if self.rank == 0 else []
+        self.sync = rankcast.connect(self.clients or "http://127.0.0.1:9", self.source, **options)
+        return str(self.sync._exports.kind)
+
+    def push(self, version: str, which: list[Any]) -> dict[str, Any]:
+        """Take the weights ``which`` and push them; the report."""
+        import msgspec
+
+        from end_to_end.sharded import weights_of
+
+        weights = weights_of(self.config, which)
+        self._become({name: weights[name] for name in self._names})
+        report = self.sync.push(version)
+        return dict(msgspec.to_builtins(report))
+
+    def pushes(self, count: int) -> list[dict[str, int]]:
+        """Push ``count`` times; what this process uses after each."""
+        used = []
+        for number in range(count):
+            self.push(str(number), ["unique", number % 3])
+            used.append(self.usage())
+        return used
+
+    def arm(self, number: int, tensor: int, do: str) -> None:
+        """The source is to ``do`` something at a tensor of a pass, see ``Faulty``."""
+        self.source.arm(number, tensor, do)
+
+    def arm_call(self, when: str, kind: str, do: str, nth: int = 0) -> None:
+        """Rank 0 is to ``do`` something ``when`` (before, after) it makes its nth next call of ``kind``."""
+        from end_to_end.sharded import misfortune
+
+        self.clients[0].at(when, kind, lambda: misfortune(do), nth)
+
+    def sent(self) -> list[list[list[Any]]]:
+        """For each engine what was sent since the last time: kind, bytes, and of entries the bodies by rank."""
+        from end_to_end.watched import bodies
+
+        said = []
+        for client in self.clients:
+            own = ("prepare", "install", "abort")
+            said.append([[s.kind, s.nbytes, bodies(s.body) if s.kind in own else None] for s in client.sent])
+            client.sent.clear()
+        return said
+
+    def forbid_pickle(self) -> None:
+        """From now on whoever pickles anything here, or unpickles, raises."""
+        import multiprocessing.reduction
+        import pickle
+
+        import torch
+
+        def forbidden(*arguments: Any, **named: Any) -> Any:
+            raise AssertionError("something was pickled")
+
+        for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler", "_Pickler", "_Unpickler"):
+            setattr(pickle, name, forbidden)
+        multiprocessing.reduction.ForkingPickler.dumps = forbidden  # type: ignore[method-assign]
+        multiprocessing.reduction.ForkingPickler.loads = forbidden  # type: ignore[assignment]
+        torch.save = torch.load = forbidden  # type: ignore[assignment]
+        for name in [name for name in dir(torch.distributed) if "object" in name and not name.startswith("_")]:
+            setattr(torch.distributed, name, forbidden)
+
+    def usage(self) -> dict[str, int]:
+        """Descriptors, threads, shared segments (open and mapped) and resident bytes of this process."""
+        from end_to_end.seen import usage
+
+        return usage(os.getpid())
+
+    def limits(self) -> list[int]:
+        import resource
+
+        return list(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+    def threads(self) -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    def close(self) -> None:
+        self.sync.close()
+        self.sync = None
+
+
+def _main(rank: int, size: int) -> None:
+    import torch.distributed as dist
+
+    from rankcast.errors import RankcastError
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print must not look like an answer
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{os.environ['TRAINER_STORE']}", rank=rank, world_size=size
+        )
+    own = _Rank(rank, size, json.loads(os.environ["TRAINER_CONFIG"]))
+    for line in sys.stdin:
+        call, *arguments = json.loads(line)
+        try:
+            answer = getattr(own, call)(*arguments)
+        except (RankcastError, RuntimeError) as error:
+            answer = {"error": type(error).__name__, "text": str(error), "faults": getattr(error, "faults", ())}
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+    os._exit(0)  # torch's process group waits at exit for ranks that are dead
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]))
