@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,6 @@ def usage(pid: int) -> dict[str, int]:
 def shared_memory() -> set[str]:
     """The names of rankcast's files under ``/dev/shm``."""
     return {path.name for path in Path("/dev/shm").glob("rankcast-*")}
-
-
-def living(pids: Iterable[int]) -> list[int]:
-    """Those of ``pids`` that run."""
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from checkpoints import scaled_weights
 from end_to_end.conftest import CONFIG
 from end_to_end.here import Trainer
-from end_to_end.seen import answer, ask, differences, info, living, shared_memory
+from end_to_end.seen import answer, ask, differences, info, shared_memory, wait_until
 from end_to_end.watched import Watched
 from fleets import RunningServer, started_server, wait_gone
 from oracle import Layout
@@ -122,20 +123,32 @@ def test_a_push_in_which_the_server_is_killed_names_it_and_leaves_no_process(
     assert server.url in str(failure.value)
     assert "not reached: worker 0 of 2" in str(failure.value)
     assert wait_gone(server.workers) == []
-    assert living(server.workers) == []
     with pytest.raises(PushError, match="cannot be reached"):
         trainer.push(NEW, "new")
     assert_the_same_sync_fills_the_next_server(place, trainer)
 
 
-def test_a_server_that_is_killed_while_it_answers_an_install_fails_the_push_by_name(
+def test_a_server_that_is_killed_in_the_middle_of_an_install_fails_the_push_by_name(
     place: Place, client: Watched, trainer: Trainer
 ) -> None:
     server = place.server
-    # A stopped worker holds the answer up until the server is killed, so that it dies in the middle of a call.
-    client.at("before", "install", lambda: stopped(client, server))
+    reports = trainer.sync._leading._channel
+
+    def when_one_worker_has_installed() -> None:
+        # Its stopped peer holds the server's answer up meanwhile.
+        wait_until(lambda: (last := reports.latest(server.engine_id, 0)) is not None and last.call == "install")
+        killed([server.pid, server.workers[1]])()
+
+    killer = threading.Thread(target=when_one_worker_has_installed)
+
+    def begin() -> None:
+        os.kill(server.workers[1], signal.SIGSTOP)
+        killer.start()
+
+    client.at("before", "install", begin)
     with pytest.raises(PushError, match="the connection broke"):
         trainer.push(NEW, "new")
+    killer.join()
     assert wait_gone(server.workers) == []
     assert_the_same_sync_fills_the_next_server(place, trainer)
 
@@ -149,18 +162,3 @@ def killed(pids: Any) -> Callable[[], object]:
         assert wait_gone(pids) == []
 
     return act
-
-
-def stopped(client: Watched, server: RunningServer) -> None:
-    import threading
-
-    os.kill(server.workers[1], signal.SIGSTOP)
-
-    def end() -> None:
-        # Worker 0 has done its part of the call by the time that it says it is installing, and its peer never does.
-        with contextlib.suppress(Exception):
-            ask(server.url)
-        server.process.kill()
-        os.kill(server.workers[1], signal.SIGCONT)
-
-    threading.Timer(0.5, end).start()

@@ -27,7 +27,9 @@ ANSWER_SECONDS = 60.0
 class Trainers:
     """``size`` trainer ranks in one gloo process group; close with ``stop``."""
 
-    def __init__(self, size: int, folder: Path, config: dict[str, Any], *, secret: str | None = None, prefix: str = "") -> None:
+    def __init__(
+        self, size: int, folder: Path, config: dict[str, Any], *, secret: str | None = None, prefix: str = ""
+    ) -> None:
         self.size = size
         own = {"GLOO_SOCKET_IFNAME": "lo", "TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
         command = [sys.executable, __file__]
@@ -212,9 +214,7 @@ def _main(rank: int, size: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print must not look like an answer
     if size > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{os.environ['TRAINER_STORE']}", rank=rank, world_size=size
-        )
+        dist.init_process_group("gloo", init_method=f"file://{os.environ['TRAINER_STORE']}", rank=rank, world_size=size)
     own = _Rank(rank, size, json.loads(os.environ["TRAINER_CONFIG"]))
     for line in sys.stdin:
         call, *arguments = json.loads(line)

@@ -19,7 +19,9 @@ from vllm_engine.servers import PROMPTS, Generated, Layout, environment_of
 
 
 @contextlib.contextmanager
-def started_llm(checkpoint: Path, layout: Layout = Layout(), *, backend: str | None = "rankcast", **options: Any) -> Iterator[Any]:
+def started_llm(
+    checkpoint: Path, layout: Layout = Layout(), *, backend: str | None = "rankcast", **options: Any
+) -> Iterator[Any]:
     """A ``vllm.LLM`` of ``checkpoint`` with its engine core in this process; ``options`` go to it."""
     os.environ.update(environment_of(layout.patches))
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")

@@ -111,7 +111,9 @@ class VllmServer:
 
     def pids(self) -> list[int]:
         """All processes of the server that are alive."""
-        return sorted(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.session)
+        return sorted(
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.session
+        )
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

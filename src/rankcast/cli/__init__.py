@@ -13,6 +13,7 @@ import typer
 
 from rankcast.cli import options
 from rankcast.cli.output import people, reported
+from rankcast.cli.plan import plan
 from rankcast.cli.push import push
 from rankcast.cli.status import status
 
@@ -63,6 +64,7 @@ def _options(
 
 app.command("push")(push)
 app.command("status")(status)
+app.command("plan")(plan)
 
 
 @app.command("reference-server")

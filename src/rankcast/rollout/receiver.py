@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from rankcast.control.reporter import Reporter
-from rankcast.errors import AuthenticationError, InstallError, PayloadError, RankcastError, StateError
+from rankcast.errors import AuthenticationError, PayloadError, RankcastError, StateError
 from rankcast.process import this_process
+from rankcast.rollout.answer import Answer
 from rankcast.rollout.bare import BareSession
 from rankcast.rollout.connection import Connection
 from rankcast.rollout.installer import Installer, LoaderInstaller, LoadWeights
+from rankcast.rollout.writing import Writing
 from rankcast.session import Session
 from rankcast.topology import Worker
 from rankcast.wire.bodies import (
@@ -73,7 +75,7 @@ class Receiver:
         self._next_version = ""
         self._reporter = Reporter(self._codec)
         self._report_url = ""
-        self._begun = False
+        self._writing = Writing(self._installer, self._session, self.worker.label)
         self._lock = threading.RLock()
 
     # -- what an engine asks ---------------------------------------------------------------------------------------
@@ -146,20 +148,19 @@ class Receiver:
         """``handle``, and whether there was a report channel to tell."""
         with self._lock:
             started = time.monotonic()
-            answer = _Answer(call)
+            answer = Answer(call)
             try:
                 self._act(answer, argument)
-            except RankcastError as fault:
-                answer.faults.append(Fault.of(fault))
             except Exception as fault:
+                # Also a bug of ours: an exception here would put the engine's replies out of step.
                 answer.faults.append(Fault.of(fault))
             report = self._report(answer, time.monotonic() - started)
             if answer.url:
                 self._reporter.send(answer.url, report)
             return report, bool(answer.url)
 
-    def _act(self, answer: _Answer, argument: object) -> None:
-        actions: dict[str, Callable[[_Answer, Any], None]] = {
+    def _act(self, answer: Answer, argument: object) -> None:
+        actions: dict[str, Callable[[Answer, Any], None]] = {
             "init": self._init,
             "start": self._start,
             "update": self._update,
@@ -174,7 +175,7 @@ class Receiver:
 
     # -- init route ----------------------------------------------------------------------------------------------------
 
-    def _init(self, answer: _Answer, init_info: object) -> None:
+    def _init(self, answer: Answer, init_info: object) -> None:
         if isinstance(init_info, Mapping) and not init_info and not self._codec.signed:
             answer.url = ""  # whoever asks is not the trainer that listens there
             self._session.check_lease(None, time.monotonic())
@@ -209,7 +210,7 @@ class Receiver:
                     self._connection.close()
                     self._connection = None
 
-    def _end_open_session(self, answer: _Answer) -> None:
+    def _end_open_session(self, answer: Answer) -> None:
         """A session found open when a new one is asked for was left by a trainer that died."""
         if self._session.is_open:
             self._abandon()
@@ -217,16 +218,16 @@ class Receiver:
 
     # -- update route --------------------------------------------------------------------------------------------------
 
-    def _start(self, answer: _Answer, argument: object) -> None:
+    def _start(self, answer: Answer, argument: object) -> None:
         if not self._session.claimed and self._codec.signed:
             raise AuthenticationError("start came without a signed claim, and this worker has a secret")
         self._session.start()
-        self._begun = False
+        self._writing.start()
         if not self._session.claimed:
             self._drop_bare()
             self._bare = BareSession(self._installer)
 
-    def _update(self, answer: _Answer, payload: Any) -> None:
+    def _update(self, answer: Answer, payload: Any) -> None:
         entry = pick(payload, self.worker)
         if is_bare(entry):
             self._update_bare(answer, entry, routed=is_routed(payload))
@@ -245,7 +246,7 @@ class Receiver:
             case Abort():
                 self._abandon()
 
-    def _prepare(self, answer: _Answer, body: Prepare) -> None:
+    def _prepare(self, answer: Answer, body: Prepare) -> None:
         if not self._session.may_prepare(body.sequence):
             answer.repeated = True
             return
@@ -255,7 +256,7 @@ class Receiver:
         self._next_version = body.weight_version
         self._session.prepared(body.installs)
 
-    def _install(self, answer: _Answer, body: Install) -> None:
+    def _install(self, answer: Answer, body: Install) -> None:
         if not self._session.may_install(body.sequence):
             answer.repeated = True
             return
@@ -264,11 +265,11 @@ class Receiver:
         if body.round != body.sequence - 1:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
         weights = delivery.weights(body.round)
-        self._write(weights)
+        self._writing.weights(weights)
         self._session.installed(body.sequence)
         answer.tensors, answer.nbytes = delivery.count(body.round), delivery.nbytes(body.round)
 
-    def _update_bare(self, answer: _Answer, entry: Mapping[str, Any], *, routed: bool) -> None:
+    def _update_bare(self, answer: Answer, entry: Mapping[str, Any], *, routed: bool) -> None:
         if self._codec.signed:
             raise AuthenticationError("a bare entry came, and this worker has a secret: only signed entries are taken")
         if self._session.claimed:
@@ -280,39 +281,18 @@ class Receiver:
         if not parsed.names:
             return
         delivery = self._bare.check(parsed)
-        self._write(delivery.weights(0))
+        self._writing.weights(delivery.weights(0))
         self._bare.deliver(parsed)
         answer.tensors, answer.nbytes = delivery.count(0), delivery.nbytes(0)
 
-    def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Install ``weights``; from the first of them on, only a complete session makes the worker servable again."""
-        if not weights:
-            return
-        self._session.writing()
-        try:
-            if not self._begun:
-                self._installer.begin()
-                self._begun = True
-            self._installer.install(weights)
-        except Exception as fault:
-            self._session.broken()
-            raise InstallError(f"the loader of {self.worker.label} failed: {type(fault).__name__}: {fault}") from fault
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _finish(self, answer: _Answer, argument: object) -> None:
+    def _finish(self, answer: Answer, argument: object) -> None:
         self._session.check_finish()
         if self._bare is not None:
             self._finish_bare()
-        try:
-            if self._begun:
-                self._installer.finish()
-        except Exception as fault:
-            self._session.broken()
-            raise InstallError(f"finishing on {self.worker.label} failed: {type(fault).__name__}: {fault}") from fault
+        wrote = self._writing.finish()
         own = self._session.claimed
-        wrote = self._begun
-        self._begun = False
         self._session.finished()
         if own:
             self.weight_version = self._next_version
@@ -329,7 +309,7 @@ class Receiver:
         finally:
             self._drop_bare()
 
-    def _abort_call(self, answer: _Answer, argument: object) -> None:
+    def _abort_call(self, answer: Answer, argument: object) -> None:
         if argument is not None:
             self._update(answer, argument)
             return
@@ -340,9 +320,7 @@ class Receiver:
         self._abandon()
 
     def _abandon(self) -> None:
-        if self._begun:
-            self._installer.abandon()
-            self._begun = False
+        self._writing.abandon()
         self._session.abandon()
         if not self._session.servable:
             self.weight_version = ""
@@ -355,47 +333,14 @@ class Receiver:
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
-    def _report(self, answer: _Answer, seconds: float) -> Report:
+    def _report(self, answer: Answer, seconds: float) -> Report:
         connection = self._connection
-        return Report(
-            request=answer.request,
-            session=answer.session,
-            call=answer.call,
-            sequence=answer.sequence,
-            worker=self.worker,
-            state=self.state,
-            servable=self.servable,
-            generation=self._session.generation,
+        return answer.report(
+            self.worker,
+            self._session,
             weight_version=self.weight_version,
             connection=connection.name if connection is not None else "",
             schedule_hash=connection.schedule_hash if connection is not None else "",
-            faults=tuple(answer.faults),
-            repeated=answer.repeated,
-            ended=answer.ended,
-            tensors=answer.tensors,
-            nbytes=answer.nbytes,
             seconds=seconds,
-            opened=answer.opened,
-            unreachable=answer.unreachable,
-            touched=answer.touched,
             unsent=self._reporter.unsent,
         )
-
-
-class _Answer:
-    """What one call is going to report, while it is being handled."""
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self.url = ""
-        self.request = ""
-        self.session = ""
-        self.sequence = -1
-        self.faults: list[Fault] = []
-        self.repeated = False
-        self.ended = False
-        self.tensors = 0
-        self.nbytes = 0
-        self.opened: bool | None = None
-        self.unreachable = ""
-        self.touched: Any = None

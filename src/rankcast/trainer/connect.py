@@ -65,8 +65,8 @@ def connect(
     """Join a trainer's weights to the engines that are to have them; in an SPMD trainer every rank calls this.
 
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
-    counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that returns an
-    iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
+    counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
+    returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
     process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
     an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
     ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without

@@ -21,8 +21,8 @@ def clients(
 ) -> list[tuple[str, WeightSyncClient]]:
     """One (label, client) for each engine that ``target`` names.
 
-    ``target`` is a URL, a ``vllm.LLM``, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that share
-    an engine id are one engine. Raises ``UnsupportedError`` for anything else and for an engine named twice.
+    ``target`` is a URL, a ``vllm.LLM``, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that
+    share an engine id are one engine. Raises ``UnsupportedError`` for anything else and for an engine named twice.
     """
     items = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
     if not items:

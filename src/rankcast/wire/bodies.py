@@ -108,8 +108,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one worker copies by itself in the direct mode: its routes, as columns with one value a route.
 
-    ``parameters`` are the names that ``destinations`` index. A route copies a box of ``sizes`` elements of ``dtypes`` from
-    byte ``addresses`` of segment ``segments`` (an index into the handles of the prepare message), stepping by
+    ``parameters`` are the names that ``destinations`` index. A route copies a box of ``sizes`` elements of ``dtypes``
+    from byte ``addresses`` of segment ``segments`` (an index into the handles of the prepare message), stepping by
     ``source_strides`` elements, to element ``offsets`` of its parameter, stepping by ``strides`` elements.
     """
 

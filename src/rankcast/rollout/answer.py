@@ -1,0 +1,67 @@
+"""What one call is going to report, while it is being handled.
+
+This module knows the fields of a report. It must not know what any call does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rankcast.session import Session
+from rankcast.topology import Worker
+from rankcast.wire.reports import Fault, Report, Touched
+
+
+@dataclasses.dataclass
+class Answer:
+    """Filled in as a call goes on; ``url`` is where the report goes, empty when nobody listens."""
+
+    call: str
+    url: str = ""
+    request: str = ""
+    session: str = ""
+    sequence: int = -1
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    repeated: bool = False
+    ended: bool = False
+    tensors: int = 0
+    nbytes: int = 0
+    opened: bool | None = None
+    unreachable: str = ""
+    touched: Touched | None = None
+
+    def report(
+        self,
+        worker: Worker,
+        session: Session,
+        *,
+        weight_version: str,
+        connection: str,
+        schedule_hash: str,
+        seconds: float,
+        unsent: int,
+    ) -> Report:
+        """The report of this call, with the worker's state as it is now."""
+        return Report(
+            request=self.request,
+            session=self.session,
+            call=self.call,
+            sequence=self.sequence,
+            worker=worker,
+            state=str(session.state),
+            servable=session.servable,
+            generation=session.generation,
+            weight_version=weight_version,
+            connection=connection,
+            schedule_hash=schedule_hash,
+            faults=tuple(self.faults),
+            repeated=self.repeated,
+            ended=self.ended,
+            tensors=self.tensors,
+            nbytes=self.nbytes,
+            seconds=seconds,
+            opened=self.opened,
+            unreachable=self.unreachable,
+            touched=self.touched,
+            unsent=unsent,
+        )
