@@ -114,7 +114,7 @@ class ByHand:
             mode="ranklocal",
             transport="shm",
             installs=self.installs,
-            schedule_hash=secrets.token_hex(16),
+            plan_hash=secrets.token_hex(16),
             schedule=self.schedule(),
             handles=(self.segment.handle,),
         )

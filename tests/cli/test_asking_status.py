@@ -20,7 +20,7 @@ from rankcast.wire.reports import Fault
 
 def row(rank: int = 0, workers: int = 1, **fields: Any) -> WorkerStatus:
     usual = {"state": "idle", "servable": True, "generation": 1, "weight_version": "7"}
-    rest = {"connection": "", "schedule_hash": "", "unsent": 0}
+    rest = {"connection": "", "plan_hash": "", "unsent": 0}
     return WorkerStatus(worker=Worker(engine="e" * 32, rank=rank, workers=workers), **{**usual, **rest, **fields})
 
 
@@ -159,7 +159,7 @@ def test_asking_within_a_push_sees_the_open_session_and_leaves_it_alone(
     assert "a push is under way" in conclude(seen[-1:]).problems[0]
     assert conclude([after]).problems == ()
     assert {one.weight_version for one in after.workers} == {"within"}
-    assert all(one.schedule_hash and one.connection for one in after.workers)
+    assert all(one.plan_hash and one.connection for one in after.workers)
     assert [one.generation for one in after.workers] == [one.generation + 1 for one in seen[0].workers]
 
 

@@ -80,7 +80,7 @@ def _show(fleet: FleetStatus) -> None:
                 "yes" if row.servable else "NO",
                 row.weight_version or "-",
                 str(row.generation),
-                row.schedule_hash[:12] or "-",
+                row.plan_hash[:12] or "-",
                 style=None if row.servable else "red",
             )
         console.print(table)

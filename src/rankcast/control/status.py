@@ -39,7 +39,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     weight_version: str
     connection: str
-    schedule_hash: str
+    plan_hash: str
     unsent: int
 
 

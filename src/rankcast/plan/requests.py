@@ -93,7 +93,7 @@ def _prepare(simulation: Simulation, mode: str, installs: int, handles: int) -> 
         mode=mode,
         transport="shm",
         installs=installs,
-        schedule_hash=_ID,
+        plan_hash=_ID,
         schedule=None,
         handles=(_HANDLE,) * handles,
     )

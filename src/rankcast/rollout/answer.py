@@ -9,7 +9,7 @@ import dataclasses
 
 from rankcast.session import Session
 from rankcast.topology import Worker
-from rankcast.wire.reports import Fault, Report, Touched
+from rankcast.wire.reports import Fault, Report, Touched, Wanted
 
 
 @dataclasses.dataclass
@@ -29,6 +29,7 @@ class Answer:
     opened: bool | None = None
     unreachable: str = ""
     touched: Touched | None = None
+    wanted: Wanted | None = None
 
     def report(
         self,
@@ -37,7 +38,7 @@ class Answer:
         *,
         weight_version: str,
         connection: str,
-        schedule_hash: str,
+        plan_hash: str,
         seconds: float,
         unsent: int,
     ) -> Report:
@@ -53,7 +54,7 @@ class Answer:
             generation=session.generation,
             weight_version=weight_version,
             connection=connection,
-            schedule_hash=schedule_hash,
+            plan_hash=plan_hash,
             faults=tuple(self.faults),
             repeated=self.repeated,
             ended=self.ended,
@@ -63,5 +64,6 @@ class Answer:
             opened=self.opened,
             unreachable=self.unreachable,
             touched=self.touched,
+            wanted=self.wanted,
             unsent=unsent,
         )

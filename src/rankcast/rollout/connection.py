@@ -1,42 +1,61 @@
 """A connection: what a worker keeps between the sessions of one trainer.
 
-This module knows the traced manifest, the schedule prepared last and the segments open for it. It must not know
-sequence numbers or who holds the lease. Keeping these is what makes a second push send neither names nor shapes again.
+This module knows the traced manifest, what was prepared last and the segments open for it. It must not know sequence
+numbers or who holds the lease. Keeping these is what makes a second push send neither names nor shapes nor handles.
 """
 
 from __future__ import annotations
 
-from rankcast.errors import LocationError, RankcastError, StateError
+import dataclasses
+
+from rankcast.errors import LocationError, PayloadError, RankcastError, StateError
 from rankcast.manifest import Manifest
 from rankcast.rollout.delivery import Delivery, Segments, schedule_manifest
 from rankcast.rollout.installer import Installer
+from rankcast.rollout.program import CopyProgram, check_program
 from rankcast.rollout.scope import Scope
-from rankcast.transports.shm import open_handle
-from rankcast.wire.bodies import Prepare, Schedule
+from rankcast.transports.opening import open_any
+from rankcast.wire.bodies import Prepare
 from rankcast.wire.handles import Handle
-from rankcast.wire.reports import Touched
+from rankcast.wire.reports import Touched, Wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What one session installs: the copy program, if there is one, runs first, then the delivery's rounds."""
+
+    hash: str
+    handles: tuple[Handle, ...]
+    installs: int
+    program: CopyProgram | None
+    delivery: Delivery
+
+    def drop(self) -> None:
+        """Let go of every view, so that the segments below can be unmapped."""
+        self.delivery.drop()
+        if self.program is not None:
+            self.program.drop()
 
 
 class Connection:
     """One trainer's connection to one worker, named by the trainer."""
 
-    def __init__(self, name: str, manifest: Manifest, installer: Installer) -> None:
-        """Trace ``manifest``; raises ``ManifestError`` where the engine's loader refuses one of its tensors."""
+    def __init__(self, name: str, manifest: Manifest, installer: Installer, *, casts: bool) -> None:
+        """Trace ``manifest``; raises ``ManifestError`` where the engine's loader refuses one of its tensors.
+
+        ``casts`` says that a tensor's dtype may differ from its parameter's, as long as a copy program brings it.
+        """
         manifest.check()
         self.name = name
-        self.schedule_hash = ""
-        self._scope = Scope(manifest, installer)
-        self._schedule: Schedule | None = None
-        self._handles: tuple[Handle, ...] = ()
-        self._installs = 0
+        self._scope = Scope(manifest, installer, casts=casts)
         self._segments = Segments()
-        self._delivery: Delivery | None = None
+        self._prepared: Prepared | None = None
 
     @staticmethod
     def try_probe(probe: Handle) -> tuple[bool, str]:
         """Whether this process can open what the trainer exports, and why not."""
         try:
-            open_handle(probe).close()
+            open_any(probe).close()
         except RankcastError as fault:
             return False, fault.message
         return True, ""
@@ -45,49 +64,64 @@ class Connection:
         """What this worker's loader does with the manifest."""
         return self._scope.touched()
 
+    def wanted(self) -> Wanted:
+        """The boxes that this worker wants of the manifest's tensors."""
+        return self._scope.wanted()
+
     @property
-    def delivery(self) -> Delivery:
-        """The tensors of the session prepared last; raises ``StateError`` when none is."""
-        if self._delivery is None:
+    def plan_hash(self) -> str:
+        """The hash of what was prepared last; empty when nothing is."""
+        return self._prepared.hash if self._prepared is not None else ""
+
+    @property
+    def prepared(self) -> Prepared:
+        """What the open session installs; raises ``StateError`` when nothing is prepared."""
+        if self._prepared is None:
             raise StateError("nothing is prepared: prepare first")
-        return self._delivery
+        return self._prepared
 
     def prepare(self, body: Prepare) -> None:
         """Prove the whole session before any of it: names, shapes, dtypes, completeness, segments and bounds.
 
-        Raises the error of the first thing that is wrong; then nothing of the earlier session is kept either.
+        Raises the error of the first thing that is wrong; then nothing of an earlier session is kept either.
         """
-        schedule = body.schedule
-        if schedule is None:
-            if body.schedule_hash != self.schedule_hash or self._schedule is None:
+        if body.handles is None:
+            if self._prepared is None or (body.plan_hash, body.installs) != (
+                self._prepared.hash,
+                self._prepared.installs,
+            ):
+                held = self.plan_hash[:8] or "none"
                 raise StateError(
-                    f"schedule {body.schedule_hash[:8]} is not known here (this worker holds "
-                    f"{self.schedule_hash[:8] or 'none'}): send it whole"
+                    f"plan {body.plan_hash[:8]} is not known here (this worker holds {held}): send it whole"
                 )
-            schedule = self._schedule
-        if self._delivery is not None and (schedule, body.handles, body.installs) == (
-            self._schedule,
-            self._handles,
-            self._installs,
-        ):
-            self._segments.use(body.handles)
+            self._segments.use(self._prepared.handles)
             return
+        if body.schedule is None:
+            raise PayloadError("a prepare message has handles and no schedule: send both, or neither")
         self._forget()
-        manifest = schedule_manifest(schedule, installs=body.installs, segments=len(body.handles))
-        self._scope.check(manifest)
+        # The program, where there is one, takes the first install.
+        turns = body.installs - (body.program is not None)
+        manifest = schedule_manifest(body.schedule, installs=turns, segments=len(body.handles))
+        if body.program is not None:
+            check_program(body.program, self._scope.parameters, len(body.handles))
+        self._scope.check(manifest, body.program)
         try:
-            self._delivery = Delivery(schedule, self._segments.use(body.handles), body.installs)
+            opened = self._segments.use(body.handles)
+            delivery = Delivery(body.schedule, opened, turns)
+            program = CopyProgram(body.program, opened) if body.program is not None else None
         except LocationError:
             self._forget()
             raise
-        self._schedule, self._handles, self._installs = schedule, body.handles, body.installs
-        self.schedule_hash = body.schedule_hash
+        self._prepared = Prepared(body.plan_hash, body.handles, body.installs, program, delivery)
+
+    def verify(self) -> None:
+        """Compare every open segment with its record once more; raises ``LocationError``."""
+        self._segments.use(self.prepared.handles)
 
     def _forget(self) -> None:
-        if self._delivery is not None:
-            self._delivery.drop()
-            self._delivery = None
-        self._schedule, self.schedule_hash = None, ""
+        if self._prepared is not None:
+            self._prepared.drop()
+            self._prepared = None
 
     def close(self) -> None:
         """Unmap every segment."""

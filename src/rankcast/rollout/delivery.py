@@ -12,8 +12,8 @@ import torch
 
 from rankcast.errors import LocationError, PayloadError
 from rankcast.manifest import Manifest, TensorMeta, nbytes
+from rankcast.transports.opening import Opened, open_any
 from rankcast.transports.segment import OpenedSegment
-from rankcast.transports.shm import open_handle
 from rankcast.wire.bodies import Schedule
 from rankcast.wire.handles import Handle
 
@@ -40,9 +40,9 @@ class Segments:
     """The segments this worker has open, by handle, over all sessions of a connection."""
 
     def __init__(self) -> None:
-        self._open: dict[Handle, OpenedSegment] = {}
+        self._open: dict[Handle, Opened] = {}
 
-    def use(self, handles: Sequence[Handle]) -> list[OpenedSegment]:
+    def use(self, handles: Sequence[Handle]) -> list[Opened]:
         """Open what is not open yet, close what is no longer named, and verify the rest; raises ``LocationError``."""
         for handle in self._open.keys() - set(handles):
             self._open.pop(handle).close()
@@ -50,7 +50,7 @@ class Segments:
             if handle in self._open:
                 self._open[handle].verify()
             else:
-                self._open[handle] = open_handle(handle)
+                self._open[handle] = open_any(handle)
         return [self._open[handle] for handle in handles]
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Segments:
 class Delivery:
     """The tensors of one prepared session, round by round, as zero-copy views of the trainer's segments."""
 
-    def __init__(self, schedule: Schedule, opened: Sequence[OpenedSegment], installs: int) -> None:
+    def __init__(self, schedule: Schedule, opened: Sequence[Opened], installs: int) -> None:
         self.names = frozenset(schedule.names)
         self._rounds: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(installs)]
         self._segments: list[list[OpenedSegment]] = [[] for _ in range(installs)]
@@ -70,6 +70,8 @@ class Delivery:
         columns = (schedule.names, schedule.dtypes, schedule.shapes, schedule.rounds, schedule.segments)
         for name, dtype, shape, turn, index, offset in zip(*columns, schedule.offsets, strict=True):
             segment = opened[index]
+            if not isinstance(segment, OpenedSegment):
+                raise LocationError(f"{name} is said to lie in a file, which no loader can be given", tensor=name)
             try:
                 tensor = segment.tensor(dtype, shape, offset)
             except LocationError as fault:

@@ -6,13 +6,14 @@ handed tensors and trusts that they were checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import Manifest
+from rankcast.rollout.program import BoundProgram, CopyProgram
 from rankcast.trace.record import Trace, trace_loader
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -21,10 +22,13 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 class Installer(Protocol):
     """What a receiver needs of an engine.
 
+    ``whole_modules`` says that all tensors of a module must come the same way, by program or through the loader.
     ``trace`` writes nothing and may be called at any time. ``begin`` comes once before the first ``install`` of a
     session, then ``install`` for each batch, then ``finish``; ``abandon`` ends a session that will not finish, and must
     leave the model in a state in which a later ``begin`` starts from scratch.
     """
+
+    whole_modules: bool
 
     def trace(self, manifest: Manifest) -> Trace:
         """What the engine's loader does with ``manifest``'s tensors; raises ``ManifestError`` where it refuses one."""
@@ -35,9 +39,15 @@ class Installer(Protocol):
     def may_ignore(self, name: str) -> bool:
         """Whether the engine passes over checkpoint tensor ``name`` on purpose (a tied head, for one)."""
 
+    def by_loader(self) -> Mapping[str, str]:
+        """Destinations that only the loader can fill, with the reason; they are never in a copy program."""
+
     def begin(self) -> None: ...
 
     def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def copy(self, program: CopyProgram) -> None:
+        """Run a copy program: what it writes was proved to be what the loader would have written."""
 
     def finish(self) -> None: ...
 
@@ -50,6 +60,8 @@ class LoaderInstaller:
     ``may_ignore`` says which checkpoint names the loader may pass over; by default none.
     """
 
+    whole_modules = False
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -59,6 +71,7 @@ class LoaderInstaller:
         self._model = model
         self._load_weights = load_weights or getattr(model, "load_weights", None) or self._load_by_name
         self._may_ignore = may_ignore
+        self._bound: tuple[CopyProgram, tuple[int, ...], BoundProgram] | None = None
 
     def trace(self, manifest: Manifest) -> Trace:
         return trace_loader(self._load_weights, self._destinations(), manifest)
@@ -69,12 +82,23 @@ class LoaderInstaller:
     def may_ignore(self, name: str) -> bool:
         return self._may_ignore is not None and self._may_ignore(name)
 
+    def by_loader(self) -> Mapping[str, str]:
+        return {}
+
     def begin(self) -> None:
         """Nothing to set up: the loader writes into the parameters as they are."""
 
     def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with torch.no_grad():
             self._load_weights(iter(weights))
+
+    def copy(self, program: CopyProgram) -> None:
+        targets = {name: tensor for name, tensor in self._destinations().items() if program.writes(name)}
+        # A parameter whose storage was replaced since must not leave the program writing to memory that nobody reads.
+        where = tuple(tensor.data_ptr() for tensor in targets.values())
+        if self._bound is None or self._bound[0] is not program or self._bound[1] != where:
+            self._bound = (program, where, program.bind(targets))
+        self._bound[2].run()
 
     def finish(self) -> None:
         """Nothing to post-process."""

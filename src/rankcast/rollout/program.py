@@ -1,46 +1,59 @@
 """The copy program: routes turned into pairs of views once, and run at every push.
 
 This module knows strides, segments and parameters. It must not know plans, sessions or engines. Building proves what
-the trainer claims: every route lies inside its segment and inside its parameter, and no element is written twice.
+the trainer claims of memory: every route lies inside its segment. What a program must fill is proved in ``wanted``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from rankcast.errors import LocationError, ManifestError, PayloadError
-from rankcast.geometry import Box, box_of_view, extent, uncovered
+from rankcast.errors import ManifestError, PayloadError
+from rankcast.geometry import Box, box_of_view, extent
 from rankcast.manifest import DTYPES, canonical_dtype, listed
-from rankcast.transports.segment import OpenedSegment
+from rankcast.rollout.file_reads import FileRead
+from rankcast.transports.file import OpenedFile
+from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
 
 _COLUMNS = ("offsets", "strides", "sizes", "segments", "addresses", "source_strides", "dtypes")
 
 
-def check_program(program: Program, shapes: Mapping[str, tuple[int, ...]], segments: int) -> None:
-    """Prove ``program`` on its own terms, before anything is opened.
+def check_program(program: Program, parameters: Collection[str], segments: int) -> None:
+    """Prove that the columns of ``program`` fit each other, before anything else is made of them.
 
-    ``shapes`` gives the full shape of each destination. Raises ``PayloadError`` on uneven columns and on indices out of
-    range, ``ManifestError`` naming a parameter that would be written outside, twice, or not wholly.
+    ``parameters`` are the names there are. Raises ``PayloadError`` on uneven columns and on indices out of range,
+    ``ManifestError`` on a parameter that the worker does not have.
     """
     count = len(program.destinations)
     for column in _COLUMNS:
         if len(getattr(program, column)) != count:
             raise PayloadError(f"a program has {count} routes but {len(getattr(program, column))} {column}")
-    unknown = [name for name in program.parameters if name not in shapes]
+    unknown = [name for name in program.parameters if name not in parameters]
     if unknown:
         raise ManifestError(f"the program writes parameters that the worker does not have: {listed(unknown)}")
-    boxes: list[list[Box]] = [[] for _ in program.parameters]
     for i in range(count):
         at, segment = program.destinations[i], program.segments[i]
         if not 0 <= at < len(program.parameters) or not 0 <= segment < segments:
             raise PayloadError(f"route {i} names parameter {at} and segment {segment}, which do not exist")
         if not len(program.sizes[i]) == len(program.strides[i]) == len(program.source_strides[i]):
             raise PayloadError(f"route {i} has {len(program.sizes[i])} sizes and other numbers of strides")
+        numbers = (*program.sizes[i], *program.strides[i], *program.source_strides[i])
+        if min(numbers, default=0) < 0 or program.offsets[i] < 0 or program.addresses[i] < 0:
+            raise PayloadError(f"route {i} has a negative size, stride, offset or address")
         canonical_dtype(program.dtypes[i])
+
+
+def boxes_of(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Box]]:
+    """The boxes that ``program`` writes, by parameter; ``shapes`` gives the parameters' shapes, row-major.
+
+    Raises ``ManifestError`` for a route that would write what is no box of its parameter.
+    """
+    boxes: dict[str, list[Box]] = {}
+    for i, at in enumerate(program.destinations):
         name = program.parameters[at]
         box = box_of_view(shapes[name], program.offsets[i], program.sizes[i], program.strides[i])
         if box is None:
@@ -49,53 +62,58 @@ def check_program(program: Program, shapes: Mapping[str, tuple[int, ...]], segme
                 f"strides {list(program.strides[i])}, which is no box of its shape {list(shapes[name])}",
                 tensor=name,
             )
-        boxes[at].append(box)
-    for name, parts in zip(program.parameters, boxes, strict=True):
-        # What no route writes is padding or comes through the loader: that is for the scope to prove.
-        _, _, double = uncovered(shapes[name], parts)
-        if double is not None:
-            raise ManifestError(f"{name} would be written twice at {double}", tensor=name)
+        boxes.setdefault(name, []).append(box)
+    return boxes
 
 
 class CopyProgram:
     """The sources of one program, opened; bound to destinations whenever these are there."""
 
-    def __init__(self, program: Program, opened: Sequence[OpenedSegment]) -> None:
+    def __init__(self, program: Program, opened: Sequence[Opened]) -> None:
         """Build the source views; raises ``LocationError`` where a route reaches outside its segment."""
         self._program = program
-        self._sources = [self._source(i, opened) for i in range(len(program.destinations))]
+        self._sources = [self._source(i, opened[segment]) for i, segment in enumerate(program.segments)]
         self._by_parameter: dict[str, list[int]] = {}
         for i, at in enumerate(program.destinations):
             self._by_parameter.setdefault(program.parameters[at], []).append(i)
+        self.routes = len(program.destinations)
         self.nbytes = sum(
             math.prod(sizes) * DTYPES[dtype] for sizes, dtype in zip(program.sizes, program.dtypes, strict=True)
         )
 
-    def _source(self, i: int, opened: Sequence[OpenedSegment]) -> torch.Tensor:
+    def _source(self, i: int, opened: Opened) -> torch.Tensor | FileRead:
         program = self._program
-        dtype, sizes, strides = program.dtypes[i], program.sizes[i], program.source_strides[i]
-        flat = opened[program.segments[i]].tensor(dtype, (extent(sizes, strides),), program.addresses[i])
-        if any(stride < 0 for stride in strides):
-            raise LocationError(f"route {i} has a negative stride {list(strides)}")
+        dtype, sizes, strides, address = (
+            program.dtypes[i],
+            program.sizes[i],
+            program.source_strides[i],
+            program.addresses[i],
+        )
+        if isinstance(opened, OpenedFile):
+            return FileRead(opened, dtype, sizes, strides, address, program.parameters[program.destinations[i]])
+        flat = opened.tensor(dtype, (extent(sizes, strides),), address)
         return torch.as_strided(flat, sizes, strides)
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The parameters that the program writes."""
-        return tuple(self._by_parameter)
+    def writes(self, name: str) -> bool:
+        """Whether any route goes to parameter ``name``."""
+        return name in self._by_parameter
 
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
         """The pairs of views for the parameters in ``targets``; other routes are left out."""
         destinations: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        reads: list[tuple[torch.Tensor, FileRead]] = []
         for name, target in targets.items():
             for i in self._by_parameter.get(name, ()):
                 start = int(target.storage_offset()) + self._program.offsets[i]
-                destinations.append(
-                    torch.as_strided(target.detach(), self._program.sizes[i], self._program.strides[i], start)
-                )
-                sources.append(self._sources[i])
-        return BoundProgram(destinations, sources)
+                view = torch.as_strided(target.detach(), self._program.sizes[i], self._program.strides[i], start)
+                source = self._sources[i]
+                if isinstance(source, FileRead):
+                    reads.append((view, source))
+                else:
+                    destinations.append(view)
+                    sources.append(source)
+        return BoundProgram(destinations, sources, reads)
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
@@ -106,16 +124,23 @@ class CopyProgram:
 class BoundProgram:
     """Pairs of views; running it is the whole install of a worker whose parameters stay where they are."""
 
-    def __init__(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        destinations: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        reads: list[tuple[torch.Tensor, FileRead]],
+    ) -> None:
         self._destinations = destinations
         self._sources = sources
-        # Where dtypes differ the copy rounds, once, exactly as Tensor.to does.
-        self.casts = sum(d.dtype != s.dtype for d, s in zip(destinations, sources, strict=True))
-
-    def __len__(self) -> int:
-        return len(self._destinations)
+        self._reads = reads
 
     def run(self) -> None:
-        """Copy every box. No metadata is touched: the views were made before."""
+        """Copy every box. Where dtypes differ the copy rounds, once, exactly as ``Tensor.to`` does.
+
+        Raises ``LocationError`` when a file was truncated while it was read.
+        """
         with torch.no_grad():
-            torch._foreach_copy_(self._destinations, self._sources)
+            if self._destinations:
+                torch._foreach_copy_(self._destinations, self._sources)
+            for view, read in self._reads:
+                read.into(view)

@@ -195,8 +195,9 @@ class Receiver:
                     self._connection.close()
                     self._connection = None
                 answer.opened, answer.unreachable = Connection.try_probe(body.probe)
-                self._connection = Connection(body.connection, body.manifest, self._installer)
+                self._connection = Connection(body.connection, body.manifest, self._installer, casts=body.wanted)
                 answer.touched = self._connection.touched()
+                answer.wanted = self._connection.wanted() if body.wanted else None
             case Claim():
                 self._session.check_lease(body.owner, now)
                 # Also without an open session its trainer may have died: between claim and start, or before release.
@@ -261,13 +262,18 @@ class Receiver:
             answer.repeated = True
             return
         assert self._connection is not None, "prepared implies connected"
-        delivery = self._connection.delivery
         if body.round != body.sequence - 1:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
-        weights = delivery.weights(body.round)
-        self._writing.weights(weights)
+        prepared = self._connection.prepared
+        turn = body.round - (prepared.program is not None)
+        if prepared.program is not None and turn < 0:
+            self._connection.verify()
+            self._writing.program(prepared.program)
+            answer.nbytes = prepared.program.nbytes
+        else:
+            self._writing.weights(prepared.delivery.weights(turn))
+            answer.tensors, answer.nbytes = prepared.delivery.count(turn), prepared.delivery.nbytes(turn)
         self._session.installed(body.sequence)
-        answer.tensors, answer.nbytes = delivery.count(body.round), delivery.nbytes(body.round)
 
     def _update_bare(self, answer: Answer, entry: Mapping[str, Any], *, routed: bool) -> None:
         if self._codec.signed:
@@ -340,7 +346,7 @@ class Receiver:
             self._session,
             weight_version=self.weight_version,
             connection=connection.name if connection is not None else "",
-            schedule_hash=connection.schedule_hash if connection is not None else "",
+            plan_hash=connection.plan_hash if connection is not None else "",
             seconds=seconds,
             unsent=self._reporter.unsent,
         )

@@ -6,29 +6,32 @@ nobody has to compute, from the outside, which tensors it owns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
 from rankcast.rollout.installer import Installer
+from rankcast.rollout.wanted import check_filled, wanted_of
 from rankcast.trace.record import Trace
-from rankcast.wire.reports import Touched
+from rankcast.wire.bodies import Program
+from rankcast.wire.reports import Touched, Wanted
 
 
 class Scope:
     """One manifest, traced: taken once per connection, asked at every prepare."""
 
-    def __init__(self, manifest: Manifest, installer: Installer) -> None:
-        """Trace ``manifest``; raises ``ManifestError`` where the loader refuses a tensor, and where a dtype differs."""
+    def __init__(self, manifest: Manifest, installer: Installer, *, casts: bool = False) -> None:
+        """Trace ``manifest``; raises ``ManifestError`` where the loader refuses a tensor, and where a dtype differs.
+
+        With ``casts`` a dtype may differ, and is refused only for a tensor that is to come through the loader.
+        """
         self.manifest = manifest
         self._trace: Trace = installer.trace(manifest)
-        casts = self._trace.casts()
-        if casts:
-            first = casts[0]
-            raise ManifestError(
-                f"{first.name} is {first.source} at the trainer but {first.destination} in the worker's "
-                f"{first.parameter} ({len(casts)} such tensors): declare the wire dtype at the source, for example "
-                f"ModuleSource(model, dtype=torch.{first.destination})",
-                tensor=first.name,
-            )
+        self._casts = {cast.name: cast for cast in self._trace.casts()}
+        if not casts:
+            self._refuse_casts(self._casts)
+        self._by_loader = dict(installer.by_loader())
+        self._whole_modules = installer.whole_modules
         self._touched = self._trace.touched()
         self.missing = self._trace.missing(installer.required())
         overlaps = self._trace.overlaps()
@@ -45,8 +48,33 @@ class Scope:
         """The answer to an init."""
         return Touched(self._touched, self._ignored, tuple(self.missing[:LISTED]), len(self.missing))
 
-    def check(self, scheduled: Manifest) -> None:
-        """Raise ``ManifestError`` unless ``scheduled`` fills this worker wholly with tensors as they were traced."""
+    @property
+    def parameters(self) -> frozenset[str]:
+        """The names of this worker's destinations."""
+        return frozenset(self._trace.destinations.names)
+
+    def wanted(self) -> Wanted:
+        """The boxes that this worker wants, for a plan."""
+        return wanted_of(self._trace, self._by_loader, whole_modules=self._whole_modules)
+
+    def _refuse_casts(self, names: Iterable[str]) -> None:
+        found = [self._casts[name] for name in names if name in self._casts]
+        if found:
+            first = found[0]
+            raise ManifestError(
+                f"{first.name} is {first.source} at the trainer but {first.destination} in the worker's "
+                f"{first.parameter} ({len(found)} such tensors): declare the wire dtype at the source, for example "
+                f"ModuleSource(model, dtype=torch.{first.destination})",
+                tensor=first.name,
+            )
+
+    def check(self, scheduled: Manifest, program: Program | None = None) -> None:
+        """Raise ``ManifestError`` unless ``scheduled`` and ``program`` together fill this worker wholly.
+
+        ``scheduled`` are the tensors that come through the loader, as they were traced; ``program`` must write exactly
+        what the loader would have written of all others.
+        """
+        self._refuse_casts(scheduled.names)
         for row in scheduled.rows():
             at = self.manifest.index.get(row.name)
             if at is None:
@@ -54,9 +82,12 @@ class Scope:
             known = self.manifest.row(at)
             if known != row:
                 raise ManifestError(f"{row} is announced, but it was {known} at init", tensor=row.name)
-        absent = sorted(self.names - set(scheduled.names))
-        if absent:
-            raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
+        if program is not None:
+            check_filled(self._trace, program, [self.manifest.index[name] for name in scheduled.names])
+        else:
+            absent = sorted(self.names - set(scheduled.names))
+            if absent:
+                raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
         self.check_complete()
 
     def check_complete(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from rankcast.errors import InstallError
 from rankcast.rollout.installer import Installer
+from rankcast.rollout.program import CopyProgram
 from rankcast.session import Session
 
 
@@ -32,6 +33,11 @@ class Writing:
         """Install ``weights``; none of them is no write. Raises ``InstallError`` when the engine's loader fails."""
         if weights:
             self._write(lambda: self._installer.install(weights))
+
+    def program(self, program: CopyProgram) -> None:
+        """Run a copy program; one without routes is no write. Raises ``InstallError`` when the engine fails."""
+        if program.routes:
+            self._write(lambda: self._installer.copy(program))
 
     def _write(self, action: Callable[[], None]) -> None:
         self._session.writing()

@@ -30,7 +30,9 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     ``seconds`` is the whole push as this trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes``
     is what all workers together were told to read; ``worker_calls`` counts install calls that carry data, summed over
     workers, ``control_calls`` all other worker calls; ``requests`` and ``request_bytes`` are those to the engines.
-    ``ignored`` lists tensors that every worker passes over on purpose, such as a tied head.
+    ``ignored`` lists tensors that every worker passes over on purpose, such as a tied head. ``direct_tensors`` counts
+    those that workers copied from where they lie; ``through_loader`` says of others why not, with how many for each
+    reason, where that was tried.
     """
 
     weight_version: str
@@ -47,4 +49,6 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     request_bytes: int
     ignored: tuple[str, ...]
+    direct_tensors: int
+    through_loader: dict[str, int]
     workers: tuple[WorkerRow, ...]

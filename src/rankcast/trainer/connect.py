@@ -20,11 +20,12 @@ from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import LimitError, UnsupportedError
 from rankcast.process import this_process
 from rankcast.telemetry.progress import Progress, ProgressCallback
+from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import form_group
 from rankcast.trainer.lead import Lead
-from rankcast.trainer.leading import Leading
+from rankcast.trainer.leading import ROUTED, Leading
 from rankcast.trainer.pausing import PAUSE_MODES
 from rankcast.trainer.sources import as_source
 from rankcast.trainer.sync import Sync
@@ -34,14 +35,20 @@ from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec, find_secret
 from rankcast.wire.payload import ROUTES, check_transport
 
-MODES = ("auto", "ranklocal", "broadcast")
-TRANSPORTS = ("auto", "shm")
+MODES = ("auto", "direct", "ranklocal", "broadcast")
+TRANSPORTS = ("auto", "shm", "file")
 
 
 class _Outcome(msgspec.Struct, frozen=True):
     """What rank 0's meeting with the fleet came to, for the other ranks."""
 
     kind: str
+
+
+class _Agreed(msgspec.Struct, frozen=True):
+    """Which tensors go by route."""
+
+    direct: tuple[str, ...]
 
 
 def connect(
@@ -66,8 +73,8 @@ def connect(
 
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
     counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
-    returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
-    process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
+    returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group,
+    or one process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
     an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
     ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
     progress before a wait fails. ``progress``: a callable that is given ``Progress`` records, or True for a live line.
@@ -107,8 +114,23 @@ def connect(
             exports.kind = leading.kind
         outcome = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind)), "the fleet is met")
         exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
+        direct = None
+        if mode in ROUTED and exports.kind == "shm":
+            direct = DirectExports(found, ranks, exports.manifests)
+            cleanup.insert(0, direct.close)
+            ways = leading.planning.use(direct).direct if leading is not None else ()
+            said = ranks.broadcast(msgspec.msgpack.encode(_Agreed(ways)), "which tensors go by route")
+            agreed = msgspec.msgpack.decode(said, type=_Agreed).direct
+            exports.narrow(agreed)
+            if not agreed:
+                direct.close()
+                direct = None
+        elif mode == "direct":
+            raise UnsupportedError(
+                "mode='direct', but workers cannot open this trainer's memory through /proc: use 'auto'"
+            )
         exports.refresh()
-        return Sync(found, ranks, exports, leading, _shown(progress))
+        return Sync(found, ranks, exports, leading, _shown(progress), direct)
     except BaseException as error:
         ranks.fail(error)
         for close in cleanup:
@@ -121,8 +143,6 @@ def _check_options(
 ) -> tuple[str, str]:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-    if mode == "auto":
-        mode = "ranklocal"
     if transport in ROUTES:
         check_transport(transport, routed=mode != "broadcast")
     if transport not in TRANSPORTS:

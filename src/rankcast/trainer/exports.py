@@ -8,7 +8,7 @@ cannot be computed alike (handles) is exchanged, and only when it changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import msgspec
 
@@ -69,12 +69,25 @@ class Exports:
         self.manifest = union(manifests)
         if not len(self.manifest):
             raise ManifestError("no trainer rank holds any tensor: there is nothing to push")
-        self._held = [[self.manifest.index[name] for name in manifest.names] for manifest in manifests]
-        self._owners = assign_owners(self._held, self.manifest.sizes, names=self.manifest.names)
-        self._states = [_State() for _ in manifests]
+        self.manifests = manifests
         self._sent = ""
+        self._direct: frozenset[str] = frozenset()
+        self._stage(self.manifest)
+
+    def narrow(self, direct: Collection[str]) -> None:
+        """Stage all tensors but those of ``direct``, which go by the copy program. Every rank must say the same."""
+        self._direct = frozenset(direct)
+        self._stage(self.manifest.take(i for i, name in enumerate(self.manifest.names) if name not in self._direct))
+
+    def _stage(self, rest: Manifest) -> None:
+        self.rest = rest
+        self._held = [[rest.index[name] for name in held.names if name in rest.index] for held in self.manifests]
+        self._owners = assign_owners(self._held, rest.sizes, names=rest.names)
+        self._states = [_State() for _ in self.manifests]
         self._rounds: Rounds | None = None
         self._laid_out_for: list[frozenset[int]] | None = None
+        self._last: tuple[Placed, tuple[Handle, ...]] | None = None
+        self.forget_exchange()
 
     @property
     def rounds(self) -> Rounds:
@@ -111,15 +124,17 @@ class Exports:
 
     def _find_live(self) -> _State:
         """This rank's own tensors that lie in a shareable segment, exported as they lie."""
-        if not self._source.stable or self.kind != "shm":
+        if not self._source.stable or self.kind != "shm" or not len(self.rest):
             return _State()
         shared = SharedMemoryMap()
         handles: dict[Handle, int] = {}
         made: dict[int, int] = {}
         rows: list[tuple[int, int, int]] = []
         for weight in self._source.read():
-            index = self.manifest.index.get(weight.meta.name)
-            if index is None or self.manifest.row(index) != weight.meta:
+            if weight.meta.name in self._direct:
+                continue
+            index = self.rest.index.get(weight.meta.name)
+            if index is None or self.rest.row(index) != weight.meta:
                 raise SourceError(f"the source yields {weight.meta}, its manifest differs", tensor=weight.meta.name)
             if weight.tensor is None or self._owners[index] != self._group.rank or not weight.meta.nbytes:
                 continue
@@ -142,6 +157,7 @@ class Exports:
             said = msgspec.msgpack.decode(reply, type=_Change)
             if said.state is not None:
                 self._states[rank] = said.state
+                self._last = None
 
     def forget_exchange(self) -> None:
         """After a push that failed half-way nobody knows who heard what: say everything again at the next."""
@@ -149,26 +165,33 @@ class Exports:
 
     def _lay_out(self, lying: list[frozenset[int]]) -> None:
         anywhere = frozenset().union(*lying)
-        staged = [index not in anywhere for index in range(len(self.manifest))]
+        staged = [index not in anywhere for index in range(len(self.rest))]
         self._rounds = cut_rounds(
-            self._held, self._owners, self.manifest.sizes, staged, self._bucket_bytes, names=self.manifest.names
+            self._held, self._owners, self.rest.sizes, staged, self._bucket_bytes, names=self.rest.names
         )
+        self._last = None
         if self.staging is not None:
             self.staging.close()
             self.staging = None
         self.staging = Staging(
             self._source,
-            self.manifest,
+            self.rest,
             self._rounds,
             rank=self._group.rank,
             held=self._held[self._group.rank],
             owners=self._owners,
             staged=staged,
             kind=self.kind,
+            passed_over=self._direct,
         )
         self._laid_out_for = lying
 
     def _placed(self) -> tuple[Placed, tuple[Handle, ...]]:
+        if self._last is None:
+            self._last = self._place()
+        return self._last
+
+    def _place(self) -> tuple[Placed, tuple[Handle, ...]]:
         handles: list[Handle] = []
         buffers: list[int] = []
         live: dict[int, tuple[int, int]] = {}
@@ -181,22 +204,16 @@ class Exports:
             handles += state.handles
             for index, segment, offset in zip(state.live, state.segments, state.offsets, strict=True):
                 live[index] = (base + segment, offset)
+        if not handles and len(self.rest):
+            raise ManifestError("every tensor is empty: there is nothing to push")
         # A tensor of no bytes needs no memory, but its column needs a segment: any will do.
-        at_least = handles or self._no_segment()
         segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers)
-        clamped = tuple(min(segment, len(at_least) - 1) for segment in segments)
-        return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(at_least)
-
-    def _no_segment(self) -> list[Handle]:
-        raise ManifestError("every tensor is empty: there is nothing to push")
+        clamped = tuple(min(segment, len(handles) - 1) for segment in segments)
+        return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(handles)
 
     def staged_bytes(self) -> int:
         """What all ranks together copy into their buffers in one push."""
         return sum(sum(row) for row in self.rounds.buckets)
-
-    def owned(self, rank: int) -> Sequence[int]:
-        """The tensors that ``rank`` exports, as indices into the manifest."""
-        return [index for index, owner in enumerate(self._owners) if owner == rank]
 
     def close(self) -> None:
         """Give the buffers back."""

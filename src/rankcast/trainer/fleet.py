@@ -17,7 +17,7 @@ from rankcast.control.client import WeightSyncClient
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import EngineError, PushError, RankcastError
 from rankcast.topology import Worker, check_engine, missing_ranks
-from rankcast.wire.reports import Fault, Report, Touched
+from rankcast.wire.reports import Fault, Report, Touched, Wanted
 
 #: How often a wait looks up, to tell the other trainer ranks that it is alive. Seconds.
 PULSE = 1.0
@@ -31,7 +31,8 @@ class Engine:
     where: str
     workers: dict[int, Worker] = field(default_factory=dict)
     touched: dict[int, Touched] = field(default_factory=dict)
-    schedule_hashes: dict[int, str] = field(default_factory=dict)
+    wanted: dict[int, Wanted] = field(default_factory=dict)
+    plan_hashes: dict[int, str] = field(default_factory=dict)
     paused_by_us: bool = False
 
     @property

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from rankcast.control.client import capability
 from rankcast.errors import StateError
 from rankcast.manifest import Manifest, listed
-from rankcast.plan.schedule import Placed, WorkerSchedule, cut_schedule
 from rankcast.trainer.fleet import Answer, Engine, Fleet, WorkerFault, fault_of, refuse
+from rankcast.trainer.shares import Share
 from rankcast.wire.bodies import Abort, Claim, Init, Install, Owner, Prepare, Release
 from rankcast.wire.codec import Codec
 from rankcast.wire.handles import Handle
@@ -40,8 +40,7 @@ class Lead:
         self._lease = lease
         self._session = ""
         self._version = ""
-        self._schedules: dict[tuple[str, int], WorkerSchedule] = {}
-        self._handles: Sequence[Handle] = ()
+        self._shares: Mapping[tuple[str, int], Share] = {}
         self._pending: _Pending | None = None
         self._installs = 0
         self.serves_old = True
@@ -50,8 +49,12 @@ class Lead:
 
     # -- connecting ------------------------------------------------------------------------------------------------
 
-    def meet(self, manifest: Manifest, probe: Handle, engines: Sequence[Engine] | None = None) -> Answer:
+    def meet(
+        self, manifest: Manifest, probe: Handle, engines: Sequence[Engine] | None = None, *, wanted: bool = False
+    ) -> Answer:
         """Init: every worker says who it is, whether it can open ``probe``, and which tensors it touches.
+
+        With ``wanted`` it also says which boxes of them it wants, and where.
 
         Raises ``PushError`` listing every fault: unknown tensors, wrong shapes or dtypes, parameters left incomplete.
         """
@@ -65,6 +68,7 @@ class Lead:
                 owner=self._owner,
                 manifest=manifest,
                 probe=probe,
+                wanted=wanted,
             )
             engine.client.init_weight_transfer_engine(self._codec.seal(body))
 
@@ -75,7 +79,8 @@ class Lead:
             engine.meet(reports)
             engine.take_over(reports)
             engine.touched = {r.worker.rank: r.touched for r in reports if r.touched is not None}
-            engine.schedule_hashes = {}
+            engine.wanted = {r.worker.rank: r.wanted for r in reports if r.wanted is not None}
+            engine.plan_hashes = {}
         self._check_scope(manifest)
         return answer
 
@@ -136,39 +141,28 @@ class Lead:
                 engine.meet(reports)
                 strangers.append(engine)
             else:
-                engine.schedule_hashes = {r.worker.rank: r.schedule_hash for r in reports}
+                engine.plan_hashes = {r.worker.rank: r.plan_hash for r in reports}
         if strangers:
             reinit(strangers)
-            self._schedules.clear()
 
     def start(self) -> None:
         """Open the session on every worker."""
         self._raise(self._ask("start", lambda engine: engine.client.start_weight_update()))
 
-    def prepare(self, manifest: Manifest, placed: Placed, handles: Sequence[Handle]) -> None:
-        """Tell every worker the whole session; returns when all of them have proved theirs."""
-        self._handles = handles
-        self._cut(manifest, placed)
-        self._installs = placed.installs
+    def prepare(self, shares: Mapping[tuple[str, int], Share], installs: int) -> None:
+        """Tell every worker the whole session; returns when all of them have proved theirs.
+
+        ``shares`` has what each worker, by engine id and rank, is to receive; in ``broadcast`` they are all the same.
+        """
+        self._shares = shares
+        self._installs = installs
 
         def send(engine: Engine) -> None:
             engine.client.update_weights(self._payload(engine, self._prepare_entry))
 
         self._raise(self._ask("prepare", send, sequence=0))
         for engine in self.fleet.engines:
-            engine.schedule_hashes = {rank: self.schedule(engine, rank).hash for rank in engine.workers}
-
-    def _cut(self, manifest: Manifest, placed: Placed) -> None:
-        cut: dict[tuple[int, ...], WorkerSchedule] = {}
-        for engine, worker in self.fleet.workers():
-            touched = engine.touched[worker.rank].names if self._mode != "broadcast" else tuple(range(len(manifest)))
-            if touched not in cut:
-                cut[touched] = cut_schedule(manifest, placed, touched)
-            self._schedules[engine.id, worker.rank] = cut[touched]
-
-    def schedule(self, engine: Engine, rank: int) -> WorkerSchedule:
-        """What the worker of ``rank`` receives in the session being prepared."""
-        return self._schedules[engine.id, rank]
+            engine.plan_hashes = {rank: self._shares[engine.id, rank].hash for rank in engine.workers}
 
     def _payload(self, engine: Engine, entry: Callable[[Engine, int | None], Mapping[str, str]]) -> dict[str, object]:
         ranks: Sequence[int | None] = [None] if self._mode == "broadcast" else sorted(engine.workers)
@@ -176,8 +170,8 @@ class Lead:
 
     def _prepare_entry(self, engine: Engine, rank: int | None) -> Mapping[str, str]:
         ranks = list(engine.workers) if rank is None else [rank]
-        cut = self.schedule(engine, ranks[0])
-        known = all(engine.schedule_hashes.get(r) == cut.hash for r in ranks)
+        share = self._shares[engine.id, ranks[0]]
+        known = all(engine.plan_hashes.get(r) == share.hash for r in ranks)
         body = Prepare(
             session=self._session,
             engine=engine.id,
@@ -189,9 +183,10 @@ class Lead:
             mode=self._mode,
             transport=self._transport,
             installs=self._installs,
-            schedule_hash=cut.hash,
-            schedule=None if known else cut.schedule,
-            handles=tuple(self._handles[i] for i in cut.segments),
+            plan_hash=share.hash,
+            schedule=None if known else share.schedule,
+            handles=None if known else share.handles,
+            program=None if known else share.program,
         )
         return self._codec.seal(body)
 

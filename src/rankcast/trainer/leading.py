@@ -7,20 +7,25 @@ new version, or every worker at the old one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest
-from rankcast.plan.schedule import Placed, WorkerSchedule
+from rankcast.plan.schedule import Placed
 from rankcast.telemetry.progress import StageClock
 from rankcast.telemetry.report import PushReport, WorkerRow
 from rankcast.trainer.fleet import Engine, refuse
 from rankcast.trainer.lead import Lead
 from rankcast.trainer.pausing import pause, reset_caches, resume
+from rankcast.trainer.planning import Planning
+from rankcast.trainer.shares import Share
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
 
+#: The modes in which workers say which boxes they want, so that tensors can go by route.
+ROUTED = ("auto", "direct")
 #: The bytes of the segment with which workers try whether they can open what this trainer exports.
 _PROBE_BYTES = 4096
 
@@ -29,10 +34,19 @@ class Leading:
     """Rank 0's side of a sync."""
 
     def __init__(
-        self, lead: Lead, channel: ReportChannel, kind: str, *, mode: str, transport: str, pause_mode: str | None
+        self,
+        lead: Lead,
+        channel: ReportChannel,
+        kind: str,
+        manifest: Manifest,
+        *,
+        mode: str,
+        transport: str,
+        pause_mode: str | None,
     ) -> None:
         self.lead = lead
         self.kind = kind
+        self.planning = Planning(lead.fleet, manifest, mode=mode)
         self.total_bytes = 0
         self._fleet = lead.fleet
         self._channel = channel
@@ -40,11 +54,12 @@ class Leading:
         self._transport = transport
         self._pause = pause_mode
         self._version = ""
-        self._manifest = Manifest((), (), ())
-        self._placed = Placed((), (), (), 0)
+        self._manifest = manifest
+        self._installs = 0
         self._open = False
         self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
+        self._shares: Mapping[tuple[str, int], Share] = {}
 
     @classmethod
     def meet(
@@ -64,22 +79,23 @@ class Leading:
         why: dict[str, str] = {}
         for kind in ("shm", "shm_name"):
             with create_segment(_PROBE_BYTES, kind=kind) as probe:
-                answer = lead.meet(manifest, probe.handle)
+                answer = lead.meet(manifest, probe.handle, wanted=mode in ROUTED)
             shut = next(((r.worker.label, r.unreachable) for _, r in answer.reports if not r.opened), None)
             if shut is None:
-                return cls(lead, channel, kind, mode=mode, transport=transport, pause_mode=pause_mode)
+                return cls(lead, channel, kind, manifest, mode=mode, transport=transport, pause_mode=pause_mode)
             why[kind] = f"{shut[0]}: {shut[1]}"
         raise UnsupportedError(
             "a worker cannot open this trainer's shared memory, neither through /proc "
             f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
         )
 
-    def open(self, version: str, manifest: Manifest) -> bool:
+    def open(self, version: str, *, moved: bool) -> bool:
         """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
 
-        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left.
+        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left. ``moved``
+        says that shards lie elsewhere than at the last push.
         """
-        self._version, self._manifest = version, manifest
+        self._version = version
         self._seconds = {}
         self._published = False
         self._requests = _requests(self._fleet.engines)
@@ -91,26 +107,27 @@ class Leading:
             # Workers that restarted or joined late get the manifest again, and then everything.
             met.extend(engines)
             with create_segment(_PROBE_BYTES, kind=self.kind) as probe:
-                self.lead.meet(self._manifest, probe.handle, engines)
+                self.lead.meet(self._manifest, probe.handle, engines, wanted=self._mode in ROUTED)
 
         self.lead.claim(version, meet_again)
+        self.planning.renew(met=bool(met), moved=moved)
         refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
         self.lead.start()
         return bool(met)
 
-    def prepare(self, placed: Placed, handles: Sequence[Handle]) -> None:
-        """Returns when every worker has proved the whole session."""
-        self._placed = placed
-        self.lead.prepare(self._manifest, placed, handles)
-        self.total_bytes = sum(cut.nbytes for _, _, cut in self._schedules())
-
-    def _schedules(self) -> list[tuple[Engine, int, WorkerSchedule]]:
-        return [(engine, w.rank, self.lead.schedule(engine, w.rank)) for engine, w in self._fleet.workers()]
+    def prepare(self, rest: Manifest, placed: Placed, handles: tuple[Handle, ...]) -> int:
+        """Returns, when every worker has proved the whole session, how many installs come before the staged rounds."""
+        self._shares = self.planning.shares(rest, placed, handles)
+        programs = 1 if self.planning.ways.direct else 0
+        self._installs = programs + placed.installs
+        self.lead.prepare(self._shares, self._installs)
+        self.total_bytes = sum(share.nbytes for share in self._shares.values())
+        return programs
 
     def install(self, turn: int, done: int) -> int:
         """Send a round; returns ``done`` plus the bytes that workers were told to read with it."""
         self.lead.install(turn)
-        return done + sum(cut.nbytes_by_round[turn] for _, _, cut in self._schedules())
+        return done + sum(share.nbytes_by_install[turn] for share in self._shares.values())
 
     def installed(self) -> None:
         """Wait for the round under way."""
@@ -156,8 +173,8 @@ class Leading:
     def report(self, clock: StageClock, *, staged_bytes: int) -> PushReport:
         """The report of the push just published."""
         rows = []
-        for engine, rank, cut in self._schedules():
-            worker = engine.workers[rank]
+        for engine, worker in self._fleet.workers():
+            rank, share = worker.rank, self._shares[engine.id, worker.rank]
             rows.append(
                 WorkerRow(
                     engine=engine.id,
@@ -167,9 +184,9 @@ class Leading:
                     pp=worker.pp,
                     tp=worker.tp,
                     ep=worker.ep,
-                    tensors=cut.tensors,
-                    nbytes=cut.nbytes,
-                    calls=cut.calls,
+                    tensors=share.tensors,
+                    nbytes=share.nbytes,
+                    calls=share.calls,
                     seconds=self._seconds.get((engine.id, rank), 0.0),
                 )
             )
@@ -181,7 +198,7 @@ class Leading:
             transport=self._transport,
             seconds=clock.elapsed,
             stage_seconds=dict(clock.seconds),
-            rounds=self._placed.installs,
+            rounds=self._installs,
             tensors=len(self._manifest),
             nbytes=self.total_bytes,
             staged_bytes=staged_bytes,
@@ -190,6 +207,8 @@ class Leading:
             requests=requests - self._requests[0],
             request_bytes=request_bytes - self._requests[1],
             ignored=self.lead.ignored,
+            direct_tensors=len(self.planning.ways.direct),
+            through_loader=dict(Counter(self.planning.ways.reasons.values())),
             workers=tuple(rows),
         )
 

@@ -8,7 +8,7 @@ buffers are made and pre-faulted once: memory touched for the first time costs m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from rankcast.errors import SourceError
 from rankcast.manifest import Manifest
@@ -33,16 +33,18 @@ class Staging:
         owners: Sequence[int],
         staged: Sequence[bool],
         kind: str,
+        passed_over: Collection[str] = (),
     ) -> None:
         """Make the buffers; raises ``LimitError`` when the machine has no room for them.
 
         ``manifest`` is the union over all ranks; ``owners`` and ``staged`` are columns over it, ``held`` lists what
-        this rank's source yields.
+        this rank's source yields. ``passed_over`` names tensors that the source yields and nobody stages.
         """
         self._source = source
         self._manifest = manifest
         self._rounds = rounds
         self._mine = [owner == rank and kept for owner, kept in zip(owners, staged, strict=True)]
+        self._passed_over = frozenset(passed_over)
         self._expected = Counter(rounds.rounds[index] for index in held)
         sizes = rounds.buckets[rank]
         self._buffers: list[Segment | None] = []
@@ -77,7 +79,7 @@ class Staging:
         # Never one ahead: a source may run a collective for its next tensor, which the other ranks reach only in the
         # next round, and that does not begin before this one is staged.
         for seen in range(self._expected[turn]):
-            weight = next(self._reader, None)
+            weight = self._next()
             if weight is None:
                 raise SourceError(f"the source yielded {seen} of the {self._expected[turn]} tensors of round {turn}")
             index = self._index(weight)
@@ -91,9 +93,16 @@ class Staging:
                 written += size
             # Let go of this tensor before the source makes the next one.
             del weight
-        if turn == self._rounds.count - 1 and (extra := next(self._reader, None)) is not None:
+        if turn == self._rounds.count - 1 and (extra := self._next()) is not None:
             raise SourceError(f"the source yields {extra.meta} after its last tensor", tensor=extra.meta.name)
         return written
+
+    def _next(self) -> Weight | None:
+        assert self._reader is not None, "begin comes first"
+        for weight in self._reader:
+            if weight.meta.name not in self._passed_over:
+                return weight
+        return None
 
     def _index(self, weight: Weight) -> int:
         index = self._manifest.index.get(weight.meta.name)

@@ -13,8 +13,10 @@ from typing import Self
 import msgspec
 
 from rankcast.errors import PushError, RankcastError, StateError, TrainerError
+from rankcast.plan.routes import Plan
 from rankcast.telemetry.progress import Progress, ProgressCallback, Stage, StageClock
 from rankcast.telemetry.report import PushReport
+from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.leading import Leading
@@ -34,12 +36,14 @@ class Sync:
         exports: Exports,
         leading: Leading | None,
         progress: ProgressCallback | None,
+        direct: DirectExports | None,
     ) -> None:
         self._source = source
         self._group = group
         self._exports = exports
         self._leading = leading
         self._progress = progress
+        self._direct = direct
         self._closed = False
 
     def push(self, weight_version: str) -> PushReport:
@@ -59,6 +63,8 @@ class Sync:
             return self._push(weight_version, clock)
         except BaseException as error:
             self._exports.forget_exchange()
+            if self._direct is not None:
+                self._direct.say_again()
             failure = self._conclude(weight_version, error)
             self._group.fail(failure)
             if failure is error:
@@ -69,26 +75,32 @@ class Sync:
                 self._exports.staging.end()
 
     def _push(self, version: str, clock: StageClock) -> PushReport:
-        group, exports, leading = self._group, self._exports, self._leading
+        group, exports, leading, direct = self._group, self._exports, self._leading, self._direct
         with clock.stage("plan"):
             placed, handles = exports.refresh()
+            moved = direct is not None and direct.refresh()
+            before = direct.versions() if direct is not None else ()
             staging = exports.staging
             assert staging is not None, "refresh lays out"
         with clock.stage("prepare"):
             if leading is not None:
-                met_anew = leading.open(version, exports.manifest)
+                met_anew = leading.open(version, moved=moved)
             if exports.named:
                 # The names are gone since the last readers had them: who is new needs new ones.
                 said = group.broadcast(b"new" if leading is not None and met_anew else b"", "who is new")
                 placed, handles = exports.renew() if said else (placed, handles)
                 staging = exports.staging
                 assert staging is not None, "renew lays out"
-            if leading is not None:
-                leading.prepare(placed, handles)
+            programs = leading.prepare(exports.rest, placed, handles) if leading is not None else 0
             group.broadcast(b"", "prepared")
             exports.unlink()
-        staging.begin()
         done = 0
+        if leading is not None and programs:
+            # Every rank has let its shards be read since it said where they lie.
+            with clock.stage("install"):
+                done = leading.install(0, done)
+            self._tell(version, "install", 0, programs + placed.installs, done)
+        staging.begin()
         for turn in range(placed.installs):
             with clock.stage("wire"):
                 # Round turn-2 used the same buffer: the lead has heard from all of its readers before it says this.
@@ -98,17 +110,24 @@ class Sync:
             if leading is not None:
                 with clock.stage("install"):
                     leading.installed()
-                    done = leading.install(turn, done)
-                self._tell(version, "install", turn, placed.installs, done)
+                    done = leading.install(programs + turn, done)
+                self._tell(version, "install", programs + turn, programs + placed.installs, done)
         if leading is not None:
             with clock.stage("install"):
                 leading.installed()
+        if direct is not None:
+            with clock.stage("check"):
+                group.broadcast(b"", "installed")
+                direct.check_unchanged(before)
+                group.gather(b"", "nothing changed while it was read")
+        if leading is not None:
             with clock.stage("check"):
                 leading.finish()
             with clock.stage("publish"):
                 leading.publish()
-            report = leading.report(clock, staged_bytes=exports.staged_bytes())
-            self._tell(version, "publish", placed.installs, placed.installs, report.nbytes)
+            copied = direct.copied_bytes if direct is not None else 0
+            report = leading.report(clock, staged_bytes=exports.staged_bytes() + copied)
+            self._tell(version, "publish", report.rounds, report.rounds, report.nbytes)
             group.broadcast(msgspec.msgpack.encode(report), "published")
             return report
         mine = msgspec.msgpack.decode(group.broadcast(b"", "published"), type=PushReport)
@@ -137,6 +156,11 @@ class Sync:
             total = self._leading.total_bytes
             self._progress(Progress(version, stage, turn, rounds, done, total))
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of what goes by route, on trainer rank 0; ``None`` where nothing does, and on other ranks."""
+        return self._leading.planning.plan if self._leading is not None else None
+
     def close(self) -> None:
         """Give back the lease, the segments, the report channel and the trainer ranks' connections. Idempotent."""
         if self._closed:
@@ -145,6 +169,8 @@ class Sync:
         if self._leading is not None:
             self._leading.close()
         self._exports.close()
+        if self._direct is not None:
+            self._direct.close()
         self._source.close()
         self._group.close()
 

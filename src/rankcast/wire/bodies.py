@@ -43,8 +43,8 @@ class Identify(_Body, frozen=True, tag="identify"):
 class Init(_Body, frozen=True, tag="init"):
     """Opens a connection: where reports go, and the manifest from which a worker says which names it touches.
 
-    ``probe`` is a small segment; workers report whether they can open it, which tells the trainer how to export.
-    Refused while another trainer's session is open.
+    ``probe`` is a small segment; workers report whether they can open it, which tells the trainer how to export. With
+    ``wanted`` they also report the boxes that they want. Refused while another trainer's session is open.
     """
 
     request: str
@@ -53,6 +53,7 @@ class Init(_Body, frozen=True, tag="init"):
     owner: Owner
     manifest: Manifest
     probe: Handle
+    wanted: bool = False
 
 
 class Claim(_Body, frozen=True, tag="claim"):
@@ -127,17 +128,20 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prepare(_Entry, frozen=True, tag="prepare"):
     """The whole session for this worker, before any data: nothing is written for it.
 
-    ``schedule_hash`` names the schedule; ``schedule`` is absent when the worker has said that it holds that one.
-    ``installs`` is how many install messages follow.
+    ``plan_hash`` names schedule, program and handles together; they are absent when the worker has said that it holds
+    them, so that a message of the steady state is constant in size.
+    ``installs`` is how many install messages follow; where there is a program the first of them runs it, and the
+    schedule's rounds count from there.
     """
 
     connection: str
     mode: str
     transport: str
     installs: int
-    schedule_hash: str
+    plan_hash: str
     schedule: Schedule | None
-    handles: tuple[Handle, ...]
+    handles: tuple[Handle, ...] | None
+    program: Program | None = None
 
 
 class Install(_Entry, frozen=True, tag="install"):

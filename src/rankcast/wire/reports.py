@@ -9,6 +9,7 @@ import msgspec
 
 from rankcast import errors
 from rankcast.errors import RankcastError
+from rankcast.manifest import Manifest
 from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL
 
@@ -52,13 +53,33 @@ class Touched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing_count: int = 0
 
 
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which boxes of which tensors a worker wants, and where they go, as columns with one value a destination.
+
+    ``parameters`` are the worker's own names, dtypes and shapes; ``destinations`` index them, ``tensors`` the manifest
+    of the init. ``starts`` and ``sizes`` are boxes in checkpoint coordinates; ``offsets`` and ``strides`` count
+    elements of the parameter, strides one for each checkpoint dimension. ``reasons`` pairs a tensor's index with why it
+    goes through the loader instead. ``whole_modules`` says that all tensors of a module must go the same way.
+    """
+
+    parameters: Manifest
+    tensors: tuple[int, ...]
+    destinations: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    reasons: tuple[tuple[int, str], ...] = ()
+    whole_modules: bool = False
+
+
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one worker answers to one call, or to an identify.
 
     ``call`` is the kind that was handled (``identify``, ``init``, ``claim``, ``release``, ``start``, ``prepare``,
     ``install``, ``abort``, ``finish``). ``session`` and ``sequence`` are those of the call, ``request`` that of an init
     message. ``state`` and ``servable`` are the worker's after the call; ``generation`` counts the sessions it completed
-    since its process began; ``connection`` and ``schedule_hash`` are what it still holds. ``tensors`` and ``nbytes``
+    since its process began; ``connection`` and ``plan_hash`` are what it still holds. ``tensors`` and ``nbytes``
     count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not.
     ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never gave back.
     """
@@ -74,7 +95,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     generation: int
     weight_version: str = ""
     connection: str = ""
-    schedule_hash: str = ""
+    plan_hash: str = ""
     faults: tuple[Fault, ...] = ()
     repeated: bool = False
     ended: bool = False
@@ -84,4 +105,5 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     opened: bool | None = None
     unreachable: str = ""
     touched: Touched | None = None
+    wanted: Wanted | None = None
     unsent: int = 0

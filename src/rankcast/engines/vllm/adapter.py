@@ -26,6 +26,7 @@ import torch
 from rankcast.engines.vllm.plugin import SEED_VARIABLE
 from rankcast.errors import UnsupportedError
 from rankcast.process import this_process
+from rankcast.rollout.program import CopyProgram
 from rankcast.topology import Worker, engine_rank
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 #: Releases, as major.minor, whose insides this file was tested against.
 TESTED = ("0.32",)
+
+#: Module types of these releases that keep their parameters as they were loaded and derive nothing from them.
+IN_PLACE = frozenset({"RMSNorm"})
 
 MoeKernels = list[tuple[Any, Any]]
 
@@ -157,6 +161,35 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
                     and value.untyped_storage().data_ptr() in borrowed
                 ):
                     bound.arguments[name] = value.clone()
+
+
+def copy_by_module(model: torch.nn.Module, program: CopyProgram) -> None:
+    """Run a copy program into a model whose reload has begun, one module at a time.
+
+    Modules of the types in ``IN_PLACE`` are written where they live; every other one is given memory as at load time,
+    filled, post-processed by vLLM and copied into its live storage, and its extra memory is freed before the next.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    with torch.no_grad():
+        for prefix, layer in model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            names = [name for name in layerwise.get_layer_tensors(layer) if program.writes(_joined(prefix, name))]
+            if not names or not info.can_load():
+                continue
+            if type(layer).__name__ in IN_PLACE and getattr(layer, "quant_method", None) is None:
+                layerwise._place_kernel_tensors(layer, info)
+                program.bind({_joined(prefix, name): getattr(layer, name) for name in names}).run()
+                info.reset()
+                continue
+            layerwise.materialize_layer(layer, info)
+            program.bind({_joined(prefix, name): getattr(layer, name) for name in names}).run()
+            info.loaded_weights.clear()
+            layerwise._layerwise_process(layer, info)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def finish_reload(model: torch.nn.Module, config: VllmConfig, kernels: MoeKernels) -> None:

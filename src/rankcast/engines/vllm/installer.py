@@ -6,13 +6,14 @@ This module fits vLLM to the installer's contract. It must not know entries, ses
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankcast.engines.vllm import adapter
 from rankcast.manifest import Manifest
+from rankcast.rollout.program import CopyProgram
 from rankcast.trace.record import Trace, trace_loader
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 class LayerwiseInstaller:
     """One vLLM worker's model. Calls come with vLLM's current configuration set."""
+
+    #: vLLM post-processes a module when all of it is there.
+    whole_modules = True
 
     def __init__(self, model: Any, config: VllmConfig) -> None:
         self._model = model
@@ -45,11 +49,17 @@ class LayerwiseInstaller:
     def may_ignore(self, name: str) -> bool:
         return adapter.may_ignore(self._config, name)
 
+    def by_loader(self) -> Mapping[str, str]:
+        return {}
+
     def begin(self) -> None:
         self._kernels = adapter.begin_reload(self._model, self._config)
 
     def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         adapter.load(self._model, weights)
+
+    def copy(self, program: CopyProgram) -> None:
+        adapter.copy_by_module(self._model, program)
 
     def finish(self) -> None:
         kernels, self._kernels = self._kernels, []

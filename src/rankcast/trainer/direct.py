@@ -1,0 +1,209 @@
+"""The direct mode's part of a trainer: shards exported and exchanged, and the plan made of them.
+
+This module knows shards, what workers want, and which tensors can go by route. It must not know sessions or staging.
+Shards are exchanged between trainer ranks once, and again only when one of them moved; the plan is made on rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from rankcast.errors import SourceError
+from rankcast.manifest import Manifest
+from rankcast.plan.columns import Destinations, Fleet, Shards, dimensions, dtype_codes
+from rankcast.plan.routes import Plan, make_plan
+from rankcast.trainer.group import TrainerGroup
+from rankcast.trainer.sources.base import WeightSource
+from rankcast.trainer.sources.exported import RankShards, export_shards
+from rankcast.wire.handles import Handle
+from rankcast.wire.reports import Wanted
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What one rank says of its shards: nothing new, all of them, or that its source has none that last."""
+
+    none: bool = False
+    shards: RankShards | None = None
+
+
+class DirectExports:
+    """This rank's shards where they lie, and what the other ranks said of theirs."""
+
+    def __init__(self, source: WeightSource, group: TrainerGroup, manifests: Sequence[Manifest]) -> None:
+        """Move shards into shared memory, once, and exchange where they are. Collective.
+
+        Raises ``LimitError`` when this machine has no room for them, before anything moved.
+        """
+        self._source = source
+        self._group = group
+        self._manifests = manifests
+        self._exported = export_shards(source)
+        self._fresh = True
+        self._said: list[_Said] = [_Said() for _ in manifests]
+        self.refresh()
+
+    @property
+    def usable(self) -> bool:
+        """Whether every trainer rank has shards that last."""
+        return not any(said.none for said in self._said)
+
+    def refresh(self) -> bool:
+        """Export anew what moved, copy what is packed, and tell the others. Collective.
+
+        Returns whether any rank's shards lie elsewhere than at the last call.
+        """
+        if self._exported is None:
+            mine = _Said(none=True)
+        else:
+            moved = self._exported.renew() or self._fresh
+            self._exported.refresh()
+            mine = _Said(shards=self._exported.rows if moved else None)
+        self._fresh = False
+        changed = False
+        for rank, reply in enumerate(self._group.exchange(msgspec.msgpack.encode(mine), "where shards lie")):
+            said = msgspec.msgpack.decode(reply, type=_Said)
+            if said.none or said.shards is not None:
+                changed = changed or said != self._said[rank]
+                self._said[rank] = said
+        return changed
+
+    def say_again(self) -> None:
+        """After a push that failed half-way nobody knows who heard what."""
+        self._fresh = True
+
+    def versions(self) -> tuple[int, ...]:
+        """How often this rank's shards were written so far, as far as torch counts it."""
+        return self._source.versions()
+
+    def check_unchanged(self, before: tuple[int, ...]) -> None:
+        """Raise ``SourceError`` when a shard was written since ``before``: workers may have read both."""
+        if self._source.versions() != before:
+            raise SourceError(
+                f"trainer rank {self._group.rank} changed its weights while they were being read: push returns when "
+                "they may change again, and an optimizer step must wait for it"
+            )
+
+    @property
+    def handles(self) -> list[tuple[Handle, ...]]:
+        """The segments of each trainer rank."""
+        return [said.shards.handles if said.shards is not None else () for said in self._said]
+
+    @property
+    def copied_bytes(self) -> int:
+        """What all ranks together copy at each push: storages too small to be shared one by one."""
+        return sum(said.shards.packed_bytes for said in self._said if said.shards is not None)
+
+    def staged(self) -> dict[str, str]:
+        """The tensors that some rank cannot let be read where they lie, with the reason."""
+        reasons: dict[str, str] = {}
+        for rank, said in enumerate(self._said):
+            for name, reason in (said.shards.staged if said.shards is not None else {}).items():
+                reasons.setdefault(name, f"on trainer rank {rank}: {reason}")
+        return reasons
+
+    def columns(self, manifest: Manifest) -> Shards:
+        """All ranks' shards of the tensors of ``manifest``, as columns."""
+        dims = dimensions(manifest)
+        parts = [self._rank_columns(rank, manifest, dims) for rank in range(len(self._said))]
+        return Shards.joined(parts)
+
+    def _rank_columns(self, rank: int, manifest: Manifest, dims: int) -> Shards:
+        rows = self._said[rank].shards or RankShards()
+        to_all = np.array([manifest.index.get(name, -1) for name in self._manifests[rank].names], dtype=np.int32)
+        tensor = to_all[np.array(rows.tensors, dtype=np.int64)] if len(rows) else np.zeros(0, dtype=np.int32)
+        count = len(rows)
+        found = Shards(
+            tensor=tensor,
+            rank=np.full(count, rank, dtype=np.int32),
+            host=np.zeros(count, dtype=np.int32),
+            segment=np.array(rows.segments, dtype=np.int32),
+            offset=np.array(rows.offsets, dtype=np.int64),
+            starts=_padded(rows.starts, dims, 0),
+            sizes=_padded(rows.sizes, dims, 1),
+            strides=_padded(rows.strides, dims, 0),
+            dtype=dtype_codes(rows.dtypes),
+        )
+        return found.take(tensor >= 0)
+
+    def close(self) -> None:
+        """Let go of what is exported; storages that moved into shared memory stay there."""
+        if self._exported is not None:
+            self._exported.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """Which tensors go by route, and why the others do not, by name."""
+
+    direct: tuple[str, ...]
+    reasons: dict[str, str]
+
+
+def choose_ways(manifest: Manifest, staged: Mapping[str, str], wanted: Sequence[Wanted]) -> Ways:
+    """Which tensors of ``manifest`` every worker that wants them can copy by itself from where they lie.
+
+    A tensor goes one way for the whole fleet. Workers that fill modules whole have all tensors of a module go the same.
+    """
+    reasons = dict(staged)
+    for worker in wanted:
+        for index, reason in worker.reasons:
+            reasons.setdefault(manifest.names[index], reason)
+    spread = True
+    while spread:
+        spread = False
+        for worker in wanted:
+            if not worker.whole_modules:
+                continue
+            modules = [name.rpartition(".")[0] for name in worker.parameters.names]
+            held = [(manifest.names[t], modules[d]) for t, d in zip(worker.tensors, worker.destinations, strict=True)]
+            mixed = {module: reasons[name] for name, module in held if name in reasons}
+            for name, module in held:
+                if module in mixed and name not in reasons:
+                    reasons[name] = f"its module {module} goes through the loader: {mixed[module]}"
+                    spread = True
+    return Ways(tuple(name for name in manifest.names if name not in reasons), reasons)
+
+
+def plan_of(manifest: Manifest, shards: Shards, wanted: Sequence[Wanted], direct: Sequence[str]) -> Plan:
+    """The plan for all workers, whose wants come in fleet order; ``manifest`` has the tensors of ``direct`` and others.
+
+    Raises ``ManifestError`` naming the tensors of which a worker wants an element that no trainer rank holds.
+    """
+    keep = np.zeros(len(manifest), dtype=np.bool_)
+    keep[[manifest.index[name] for name in direct]] = True
+    distinct: dict[bytes, int] = {}
+    traces: list[Destinations] = []
+    of_worker: list[int] = []
+    for worker in wanted:
+        key = msgspec.msgpack.encode(worker)
+        if key not in distinct:
+            distinct[key] = len(traces)
+            traces.append(_destinations(worker, manifest, keep))
+        of_worker.append(distinct[key])
+    fleet = Fleet(tuple(traces), np.array(of_worker, dtype=np.int32), np.zeros(len(of_worker), dtype=np.int32))
+    return make_plan(manifest, shards.take(keep[shards.tensor]), fleet)
+
+
+def _destinations(worker: Wanted, manifest: Manifest, keep: np.ndarray) -> Destinations:
+    dims = dimensions(manifest)
+    tensor = np.array(worker.tensors, dtype=np.int32)
+    parameter = np.array(worker.destinations, dtype=np.int32)
+    found = Destinations(
+        tensor=tensor,
+        parameter=parameter,
+        starts=_padded(worker.starts, dims, 0),
+        sizes=_padded(worker.sizes, dims, 1),
+        offset=np.array(worker.offsets, dtype=np.int64),
+        strides=_padded(worker.strides, dims, 0),
+        dtype=dtype_codes(worker.parameters.dtypes)[parameter] if len(parameter) else np.zeros(0, dtype=np.int16),
+    )
+    return found.take(keep[tensor]) if len(tensor) else found
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, padding: int) -> np.ndarray:
+    flat = [value for row in rows for value in (*row, *(padding,) * (width - len(row)))]
+    return np.array(flat, dtype=np.int64).reshape(len(rows), width)

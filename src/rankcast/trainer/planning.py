@@ -1,0 +1,111 @@
+"""What rank 0 keeps of plans: which tensors go by route, the plan of those, and every worker's share.
+
+This module joins what workers want with what trainer ranks export. It must not know sessions or how shares are sent.
+Everything here is made again only when a worker is new or a shard moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rankcast.errors import UnsupportedError
+from rankcast.manifest import Manifest, listed
+from rankcast.plan.routes import Plan
+from rankcast.plan.schedule import Placed
+from rankcast.trainer.direct import DirectExports, Ways, choose_ways, plan_of
+from rankcast.trainer.fleet import Engine, Fleet
+from rankcast.trainer.shares import Routes, Share, cut_share
+from rankcast.wire.handles import Handle
+from rankcast.wire.reports import Wanted
+
+
+class Planning:
+    """Shares for a fleet; ``direct`` is None in modes in which nothing goes by route."""
+
+    def __init__(self, fleet: Fleet, manifest: Manifest, *, mode: str) -> None:
+        self.plan: Plan | None = None
+        self.ways = Ways((), {})
+        self._fleet = fleet
+        self._manifest = manifest
+        self._mode = mode
+        self._direct: DirectExports | None = None
+        self._shares: dict[tuple[str, int], Share] = {}
+        self._made_of: tuple[Placed, tuple[Handle, ...]] | None = None
+
+    def use(self, direct: DirectExports) -> Ways:
+        """Plan with ``direct``; returns which tensors go which way.
+
+        Raises ``ManifestError`` when a worker wants what no rank holds, and in mode ``direct`` ``UnsupportedError``
+        with the reasons of the tensors that cannot go by route.
+        """
+        if direct.usable:
+            self.ways = choose_ways(self._manifest, direct.staged(), self._wanted())
+        else:
+            why = "a trainer rank's source has no shards that last"
+            self.ways = Ways((), dict.fromkeys(self._manifest.names, why))
+        if self._mode == "direct" and self.ways.reasons:
+            name, reason = next(iter(self.ways.reasons.items()))
+            raise UnsupportedError(
+                f"mode='direct', but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; use mode='auto'",
+                tensor=name,
+            )
+        self._direct = direct if self.ways.direct else None
+        if self._direct is not None:
+            self._replan(self._direct)
+        return self.ways
+
+    def _wanted(self) -> list[Wanted]:
+        return [engine.wanted[worker.rank] for engine, worker in self._fleet.workers()]
+
+    def _replan(self, direct: DirectExports) -> None:
+        shards = direct.columns(self._manifest)
+        self.plan = plan_of(self._manifest, shards, self._wanted(), self.ways.direct)
+        self._made_of = None
+
+    def renew(self, *, met: bool, moved: bool) -> None:
+        """Make the plan again when workers were met anew or shards moved; raises as ``use`` does.
+
+        A worker that turns out to want tensors another way than was agreed at connect is an ``UnsupportedError``.
+        """
+        if met:
+            self._made_of = None
+        if self._direct is None or not (met or moved):
+            return
+        ways = choose_ways(self._manifest, self._direct.staged(), self._wanted())
+        if set(ways.direct) != set(self.ways.direct):
+            odd = sorted(set(ways.direct) ^ set(self.ways.direct))
+            raise UnsupportedError(f"{listed(odd)} cannot go the way that was agreed at connect: connect again")
+        self._replan(self._direct)
+
+    def shares(self, rest: Manifest, placed: Placed, staged: tuple[Handle, ...]) -> Mapping[tuple[str, int], Share]:
+        """What each worker, by engine id and rank, receives: ``rest`` by schedule, all else by program."""
+        if self._made_of is None or self._made_of[0] is not placed or self._made_of[1] is not staged:
+            self._shares = self._cut(rest, placed, staged)
+            self._made_of = (placed, staged)
+        return self._shares
+
+    def _cut(self, rest: Manifest, placed: Placed, staged: Sequence[Handle]) -> dict[tuple[str, int], Share]:
+        made: dict[tuple[int, ...], Share] = {}
+        shares: dict[tuple[str, int], Share] = {}
+        for number, (engine, worker) in enumerate(self._fleet.workers()):
+            touched = self._touched(engine, worker.rank, rest)
+            if self._direct is not None and self.plan is not None:
+                routes = Routes(
+                    self.plan.for_worker(number), engine.wanted[worker.rank].parameters.names, self._direct.handles
+                )
+                shares[engine.id, worker.rank] = cut_share(rest, placed, staged, touched, routes)
+                continue
+            # Without routes, workers that touch the same tensors have the same share.
+            if touched not in made:
+                made[touched] = cut_share(rest, placed, staged, touched, None)
+            shares[engine.id, worker.rank] = made[touched]
+        return shares
+
+    def _touched(self, engine: Engine, rank: int, rest: Manifest) -> tuple[int, ...]:
+        if self._mode == "broadcast":
+            return tuple(range(len(rest)))
+        touched = engine.touched[rank].names
+        if rest is self._manifest:
+            return touched
+        names = self._manifest.names
+        return tuple(rest.index[names[i]] for i in touched if names[i] in rest.index)
