@@ -66,8 +66,8 @@ def connect(
 
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
     counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
-    returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group, or one
-    process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
+    returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group,
+    or one process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
     an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
     ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
     progress before a wait fails. ``progress``: a callable that is given ``Progress`` records, or True for a live line.
