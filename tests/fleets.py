@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,20 +49,28 @@ def running_server(checkpoint: str | Path, **layout: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def started_server(
-    checkpoint: str | Path, *, secret: str | None = None, host: str = "127.0.0.1", **layout: Any
+    checkpoint: str | Path,
+    *,
+    secret: str | None = None,
+    host: str = "127.0.0.1",
+    within: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    **layout: Any,
 ) -> Iterator[RunningServer]:
     """Like ``running_server``, with all there is to know; the process is ended, and its workers with it, on leaving.
+
+    ``within`` is a command that runs the server's, ``variables`` are added to its environment.
 
     Raises RuntimeError, with what the server said, when it does not come up.
     """
     options = {"checkpoint": str(checkpoint), "port": 0, "host": host, "json": True, **layout}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, json.dumps(options)],
+            [*within, sys.executable, "-c", _SCRIPT, json.dumps(options)],
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,
-            env=environment(secret),
+            env={**environment(secret), **(variables or {})},
         )
         try:
             facts = json.loads(_first_line(process, said))

@@ -44,6 +44,7 @@ class Session:
         self._installs = 0
         self._sequence = -1
         self._holder: Owner | None = None
+        self._unreleased = False
         self._lease_until = 0.0
         self._lease_seconds = 0.0
 
@@ -79,8 +80,11 @@ class Session:
             )
 
     def left_behind(self, owner: Owner) -> bool:
-        """Whether somebody else than ``owner`` claimed the worker and never gave it back."""
-        return self._holder is not None and self._holder.id != owner.id
+        """Whether somebody else than ``owner`` claimed the worker, or anybody completed a session, and never released.
+
+        Whoever does neither publishes nor resumes what it may have paused.
+        """
+        return self._unreleased or (self._holder is not None and self._holder.id != owner.id)
 
     def claim(self, session: str, owner: Owner, lease_seconds: float, now: float) -> bool:
         """Take the lease for ``session``; returns whether a session left open by somebody else's death was ended.
@@ -92,6 +96,7 @@ class Session:
         if left_open:
             self.abandon()
         self.name = session
+        self._unreleased = False
         self._holder = owner
         self._lease_seconds = lease_seconds
         self._lease_until = now + lease_seconds
@@ -104,6 +109,7 @@ class Session:
     def release(self, owner: Owner) -> None:
         """Give the lease back, if it is ``owner``'s and no session is open under it."""
         if self._holder is not None and self._holder.id == owner.id and not self.is_open:
+            self._unreleased = False
             self._drop_lease()
 
     def forget_holder(self) -> None:
@@ -184,6 +190,7 @@ class Session:
     def finished(self) -> None:
         """The weights are complete: the worker may serve again. The lease stays until its owner releases it."""
         self.generation += 1
+        self._unreleased = self.claimed
         self._whole = True
         self._state = State.IDLE
 

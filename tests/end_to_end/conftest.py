@@ -29,6 +29,13 @@ def fleet(checkpoint: Path) -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def piped(checkpoint: Path) -> Iterator[RunningServer]:
+    """Another four workers of the same model: two pipeline stages of two."""
+    with started_server(checkpoint, pp=2, tp=2) as server:
+        yield server
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts trainer ranks that are stopped with the test."""

@@ -42,11 +42,13 @@ def held_names(config: dict[str, Any], names: list[str], rank: int, size: int) -
 def sharded_source(kind: str, held: dict[str, Any], rank: int, size: int) -> tuple[WeightSource, Callable[[Any], None]]:
     """A source over ``held`` (bits by name), and the function with which it takes other values.
 
-    ``module`` is a plain module. ``gathered`` is a stream in which every rank keeps its rows of what is no expert's,
+    ``module`` is a plain module, ``shared`` one whose parameters all lie in one shared segment. ``gathered`` is a stream in which every rank keeps its rows of what is no expert's,
     and all of them gather each such tensor when it is asked for.
     """
-    if kind == "module":
+    if kind in ("module", "shared"):
         module = Trained(held, "float32")
+        if kind == "shared":
+            _share(module)
         return ModuleSource(module), module.become
     mine: dict[str, torch.Tensor] = {}
 
@@ -60,6 +62,14 @@ def sharded_source(kind: str, held: dict[str, Any], rank: int, size: int) -> tup
 
     become(held)
     return IterableSource(stream), become
+
+
+def _share(module: torch.nn.Module) -> None:
+    own = list(module.parameters())
+    arena = torch.empty(sum(parameter.numel() for parameter in own)).share_memory_()
+    for parameter, place in zip(own, arena.split([parameter.numel() for parameter in own]), strict=True):
+        place.view(torch.int32).copy_(parameter.data.reshape(-1).view(torch.int32))
+        parameter.data = place.view(parameter.shape)
 
 
 def _part(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -80,7 +90,7 @@ def _gathered(part: torch.Tensor, shape: tuple[int, ...], size: int) -> torch.Te
 
 
 class Faulty(WeightSource):
-    """Another source, until it comes to the tensor of the pass at which it has been told to ``raise`` or ``kill``."""
+    """Another source, until it comes to the tensor of the pass at which it has been told to be unlucky."""
 
     def __init__(self, inner: WeightSource) -> None:
         self.stable = inner.stable
@@ -107,7 +117,10 @@ class Faulty(WeightSource):
 
 
 def misfortune(do: str) -> None:
-    """``raise``, or ``kill`` this process at once."""
+    """``kill`` or ``stop`` this process at once, or ``raise``."""
+    if do == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("the source broke as it was told to")

@@ -15,7 +15,6 @@ from end_to_end.seen import answer, ask, differences, info, shared_memory, wait_
 from end_to_end.trainers import Trainers, trainers
 from fleets import RunningServer
 from oracle import Layout
-from rankcast.control.http import HttpClient
 
 LAYOUT = Layout(dp=2, tp=2, expert_parallel=True)
 OLD, NEW, LATER = (scaled_weights(CONFIG, seed) for seed in (10, 11, 12))
@@ -149,13 +148,3 @@ def test_an_engine_left_behind_by_a_killed_trainer_is_resumed_by_the_next_push_a
     if found["is_paused"]:
         assert held[0].json()["weight_versions"] == ["later", "later"]
     assert_serves(fleet.url, LATER, "later")
-
-
-def test_an_engine_that_the_user_paused_stays_paused_after_a_push(fleet: RunningServer) -> None:
-    with HttpClient(fleet.url) as client:
-        client.pause("keep")
-        push(fleet.url, NEW, "new")
-        assert client.is_paused()
-        assert differences(fleet.url, CONFIG, NEW, LAYOUT) == []
-        client.resume()
-    assert_serves(fleet.url, NEW, "new")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,18 @@ ANSWER_SECONDS = 60.0
 
 
 class Trainers:
-    """``size`` trainer ranks in one gloo process group; close with ``stop``."""
+    """``size`` trainer ranks in one gloo process group, run by the command ``within``; close with ``stop``."""
 
-    def __init__(
-        self, size: int, folder: Path, config: dict[str, Any], *, secret: str | None = None, prefix: str = ""
-    ) -> None:
+    def __init__(self, size: int, folder: Path, config: dict[str, Any], *, within: Sequence[str] = ()) -> None:
         self.size = size
         own = {"GLOO_SOCKET_IFNAME": "lo", "TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
-        command = [sys.executable, __file__]
-        if prefix:
-            command = ["/bin/sh", "-c", f'{prefix}; exec "$@"', "sh", *command]
+        command = [*within, sys.executable, __file__]
         self.processes = [
             subprocess.Popen(
                 [*command, str(rank), str(size)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**environment(secret), **own},
+                env={**environment(), **own},
             )
             for rank in range(size)
         ]

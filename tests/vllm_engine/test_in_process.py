@@ -16,7 +16,8 @@ from vllm_engine.servers import TP1, TP2, Layout
 pytestmark = pytest.mark.vllm
 
 IDLE = {"active": False, "state": "idle", "servable": True, "on_meta": 0, "half_loaded": 0, "kernels_absent": 0}
-CASES = [*((family, TP1) for family in FAMILIES), *((family, TP2) for family in FAMILIES if family != "moe")]
+# The servers of the other tests have "moe" at TP2.
+CASES = [*((family, TP1) for family in FAMILIES), *((family, TP2) for family in ("padded", "tied", "latent"))]
 
 
 def idle(llm: Any) -> bool:
@@ -28,10 +29,10 @@ def test_a_push_leaves_what_a_fresh_engine_holds_and_says(
     family: str, layout: Layout, checkpoints: Checkpoints, fresh: Callable[[str, str, Layout], Reference]
 ) -> None:
     a, b = checkpoints(family, "a"), checkpoints(family, "b")
-    at_a, at_b = fresh(family, "a", layout), fresh(family, "b", layout)
-    assert at_a.said != at_b.said
+    at_b = fresh(family, "b", layout)
     with started_llm(a, layout) as llm:
-        assert digests(llm) == at_a.digests
+        at_a = Reference(digests(llm), probe(llm))
+        assert at_a.said != at_b.said
         for mode, bucket in (("ranklocal", 150_000), ("broadcast", 400_000), ("auto", 64 * 2**20)):
             for path, expected in ((b, at_b), (a, at_a)):
                 with rankcast.connect(llm, path, mode=mode, bucket_bytes=bucket, timeout=60) as sync:

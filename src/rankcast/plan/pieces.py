@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,10 @@ from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.manifest import Manifest, listed
 from rankcast.plan.columns import DTYPE_NAMES, ITEM_BYTES, Flags, Ints, Ints32, Shards, outside, solid, steps
 
-#: The most shards of one tensor that are compared pair by pair, and the most pieces that one may be cut into.
+#: The most boxes of one tensor that are compared pair by pair.
 IRREGULAR_LIMIT = 4096
+#: The most shards that those of one tensor may be cut into.
+CUT_LIMIT = 65_536
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +161,7 @@ def _overlap(manifest: Manifest, shards: Shards, tensor: int) -> bool:
     own = shards.tensor == tensor
     boxes = np.unique(np.concatenate([shards.starts[own], shards.sizes[own]], axis=1), axis=0)
     if len(boxes) > IRREGULAR_LIMIT:
-        raise _too_many(manifest, tensor, len(boxes))
+        raise _too_many(manifest, tensor, len(boxes), IRREGULAR_LIMIT)
     starts, sizes = np.split(boxes, 2, axis=1)
     ends = starts + sizes
     return any(
@@ -177,11 +180,12 @@ def _cut(manifest: Manifest, shards: Shards) -> Shards:
             begin, end = int(shards.starts[row, d]), int(shards.starts[row, d] + shards.sizes[row, d])
             inner = cut[(cut >= begin) & (cut <= end)].tolist()
             spans.append(list(itertools.pairwise(inner)))
+        more = len(rows) + math.prod(map(len, spans))
+        if more > CUT_LIMIT:
+            raise _too_many(manifest, int(shards.tensor[0]), more, CUT_LIMIT)
         for box in itertools.product(*spans):
             rows.append(row)
             boxes.append(box)
-        if len(rows) > IRREGULAR_LIMIT * len(shards):
-            raise _too_many(manifest, int(shards.tensor[0]), len(rows))
     whole = shards.take(np.array(rows, dtype=np.int64))
     bounds = np.array(boxes, dtype=np.int64)
     moved = steps(bounds[:, :, 0] - whole.starts, whole.strides) * ITEM_BYTES[whole.dtype]
@@ -202,10 +206,10 @@ def _by_lead(shards: Shards, new: Flags, lead: Ints) -> tuple[Shards, Flags]:
     return shards.take(order), _changes([piece[order]])
 
 
-def _too_many(manifest: Manifest, tensor: int, count: int) -> UnsupportedError:
+def _too_many(manifest: Manifest, tensor: int, count: int, limit: int) -> UnsupportedError:
     name = manifest.names[tensor]
     return UnsupportedError(
-        f"the shards of {name} overlap without being equal, in more than {IRREGULAR_LIMIT:,} pieces ({count:,} and "
-        "more): declare one partition of it, or several equal ones",
+        f"the shards of {name} overlap without being equal, and are, or would be cut into, at least {count:,} boxes: "
+        f"the limit is {limit:,}. Declare one partition of the tensor, or several equal ones",
         tensor=name,
     )

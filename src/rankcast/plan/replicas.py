@@ -10,7 +10,7 @@ import heapq
 
 import numpy as np
 
-from rankcast.plan.columns import Fleet, Ints, Ints32
+from rankcast.plan.columns import Flags, Fleet, Ints, Ints32
 from rankcast.plan.crossings import Crossings
 from rankcast.plan.pieces import Pieces
 
@@ -39,7 +39,7 @@ def choose_replicas(pieces: Pieces, crossings: Crossings, fleet: Fleet, nbytes: 
     for worker, start in enumerate(starts.tolist()):
         begin, end = int(bounds[worker]), int(bounds[worker + 1])
         chosen[begin:end] = only[start : start + end - begin]
-    if shared.any():
+    if shared.any() and len(fleet):
         _spread_shared(pieces, crossings, fleet, nbytes, shared, chosen, bounds, loads)
     return chosen, bounds
 
@@ -49,7 +49,7 @@ def _spread_shared(
     crossings: Crossings,
     fleet: Fleet,
     nbytes: Ints,
-    shared: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    shared: Flags,
     chosen: Ints32,
     bounds: Ints,
     loads: Ints,
@@ -66,7 +66,7 @@ def _spread_shared(
     for worker, trace in enumerate(fleet.trace_of_worker.tolist()):
         rows.append(own[trace] + int(crossings.first[trace]))
         routes.append(own[trace] + int(bounds[worker]))
-        keys.append(group_of[group_rows[trace], fleet.host_of_worker[worker]])
+        keys.append(group_of.groups(group_rows[trace], int(fleet.host_of_worker[worker])))
     row, route, key = np.concatenate(rows), np.concatenate(routes), np.concatenate(keys)
     order = np.argsort(key.astype(np.uint16) if len(groups) < 2**16 else key, kind="stable")
     ends = np.cumsum(np.bincount(key, minlength=len(groups)))
@@ -102,9 +102,8 @@ class _HostColumns:
         self._table = table
         self._column_of = column_of
 
-    def __getitem__(self, key: tuple[Ints, np.int32]) -> Ints:
-        sets, host = key
-        column: Ints = self._table[sets, self._column_of.get(int(host), 0)]
+    def groups(self, sets: Ints, host: int) -> Ints:
+        column: Ints = self._table[sets, self._column_of.get(host, 0)]
         return column
 
 

@@ -46,6 +46,8 @@ class Lead:
         self.serves_old = True
         self._generations: dict[tuple[str, int], int] = {}
         self._refused: set[tuple[str, int]] = set()
+        self._whole: set[tuple[str, int]] = set()
+        self._installing = False
 
     # -- connecting ------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,7 @@ class Lead:
         self._version = version
         self._pending = None
         self._generations, self._refused = {}, set()
+        self._whole, self._installing = set(), False
         requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
 
         def send(engine: Engine) -> None:
@@ -129,6 +132,7 @@ class Lead:
         answer = self.fleet.ask("claim", send, key=lambda engine: requests[id(engine)])
         self._generations = {(r.worker.engine, r.worker.rank): r.generation for _, r in answer.reports}
         self._refused = {(r.worker.engine, r.worker.rank) for _, r in answer.reports if r.faults}
+        self._whole = {(r.worker.engine, r.worker.rank) for _, r in answer.reports if r.servable}
         refuse(answer.faults, f"push of {version!r} refused")
         strangers = []
         for engine in self.fleet.engines:
@@ -209,6 +213,7 @@ class Lead:
                 )
             )
 
+        self._installing = True
         self._pending = _Pending(lambda: self._ask("install", send, sequence=turn + 1))
 
     def installed(self) -> tuple[tuple[Engine, Report], ...]:
@@ -266,16 +271,20 @@ class Lead:
 
         answer = self._ask("abort", send, engines=reached)
         spoke = {(engine.id, report.worker.rank): report for engine, report in answer.reports}
-        silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) in ours - spoke.keys()]
+        mute = ours - spoke.keys()
+        silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) in mute]
         broken = [report.worker.label for report in spoke.values() if not report.servable]
         renewed = [
             report.worker.label
             for who, report in spoke.items()
             if report.servable and report.generation != self._generations.get(who)
         ]
-        self.serves_old = not silent and not broken and not renewed
+        # A worker that was whole and was told to install nothing has what it had, even if it cannot say so.
+        known = not mute or (not self._installing and mute <= self._whole)
+        self.serves_old = known and not broken and not renewed
         if self.serves_old:
-            return "every worker still serves the weights it had before"
+            unheard = f", also those that were not heard: {', '.join(sorted(silent))}" if silent else ""
+            return f"every worker still serves the weights it had before{unheard}"
         parts = {
             "unusable until the next full push": broken,
             f"complete at {self._version!r}, which is not published": renewed,

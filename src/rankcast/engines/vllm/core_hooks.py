@@ -16,7 +16,7 @@ import msgspec
 
 from rankcast.engines.vllm.plugin import BACKEND
 from rankcast.engines.vllm.worker_hooks import CALLS, Reply
-from rankcast.errors import StateError
+from rankcast.errors import StateError, UnsupportedError
 from rankcast.session import OPEN
 from rankcast.wire.reports import error_of
 
@@ -28,6 +28,7 @@ def hook_engine_core() -> None:
     for cls in (core.EngineCore, core.DPEngineCoreProc):
         if "resume_scheduler" in vars(cls):
             _wrap(cls, "resume_scheduler", _resume)
+    _wrap(core.EngineCore, "sleep", _sleep)
     _wrap(core.EngineCore, "collective_rpc", _collective_rpc)
 
 
@@ -55,6 +56,12 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     return original(*args, **kwargs)
 
 
+def _sleep(core: Any, original: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level > 0 and getattr(core, "_rankcast_open", False):
+        raise StateError("sleep, but a weight update is open on this engine: finish it or abort it first")
+    return original(level, *args, **kwargs)
+
+
 def _collective_rpc(
     core: Any,
     original: Callable[..., Any],
@@ -63,6 +70,11 @@ def _collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
+    if method == "start_draft_weight_update":
+        # Refused here and not by the workers: each would raise, and all replies but the first would stay behind.
+        raise UnsupportedError("rankcast does not update draft models: serve without one")
+    if method == "shutdown_weight_transfer_engine" and getattr(core, "_rankcast_open", False):
+        raise StateError("a weight update is open on this engine: finish it or abort it before letting go of it")
     if method not in CALLS:
         return original(method, timeout, args, kwargs)
     if method == "start_weight_update":
@@ -87,6 +99,9 @@ def _check_quiet(core: Any) -> None:
     may_run = isinstance(core, EngineCoreProc) or core.scheduler.has_unfinished_requests()
     if may_run and not core.is_scheduler_paused():
         raise StateError("start, but generation is not paused on this engine: POST /pause?mode=keep first")
+    # A pause that waits for its requests counts as one from the moment on at which no new ones are taken.
+    if core.scheduler.has_unfinished_requests() or getattr(core, "batch_queue", None):
+        raise StateError("start, but requests are still running on this engine: wait for the pause to return")
     tags = getattr(core.model_executor, "sleeping_tags", ())
     if "weights" in tags:
         raise StateError("start, but this engine's weights are asleep: POST /wake_up?tags=weights first")

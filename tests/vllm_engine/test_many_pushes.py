@@ -1,0 +1,97 @@
+"""Twenty pushes in a row under load: no request fails, and nothing in any process of the server grows."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from vllm_engine.conftest import Bench
+from vllm_engine.servers import PROMPTS, VllmServer
+from vllm_engine.test_servers import push
+
+pytestmark = pytest.mark.vllm
+
+PUSHES = 20
+#: Allocators keep and give back some memory as they like; a checkpoint of these has about 2 MiB.
+SLACK_KIB = 8 * 1024
+
+
+def memory(server: VllmServer) -> dict[int, int]:
+    """KiB of memory of its own that each process holds."""
+    found = {}
+    for pid in server.pids():
+        rows = (Path("/proc") / str(pid) / "status").read_text().splitlines()
+        found[pid] = sum(int(row.split()[1]) for row in rows if row.startswith(("RssAnon:", "RssShmem:")))
+    return found
+
+
+def opened(server: VllmServer) -> dict[int, Counter[str]]:
+    """How many descriptors of each kind each process has, and how many mappings of shared memory."""
+    found = {}
+    for pid in server.pids():
+        kinds: Counter[str] = Counter()
+        folder = Path("/proc") / str(pid) / "fd"
+        for descriptor in os.listdir(folder):
+            try:
+                target = os.readlink(folder / descriptor)
+            except OSError:
+                continue
+            kinds[target.split(":")[0] if ":" in target else target.split("/")[1]] += 1
+        maps = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+        kinds["mapped segments"] = sum("memfd:" in row or "rankcast" in row for row in maps)
+        found[pid] = kinds
+    return found
+
+
+class Asking:
+    """A thread that asks one thing after the other until it is told to stop."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self.answered = 0
+        self.failures: list[BaseException] = []
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._server.generate(PROMPTS[self.answered % len(PROMPTS)], 40)
+            except BaseException as failure:
+                self.failures.append(failure)
+                return
+            self.answered += 1
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
+
+
+def test_twenty_pushes_under_load_leave_nothing_behind(bench: Bench) -> None:
+    server = bench.server
+    with Asking(server) as first, Asking(server) as second:
+        for turn in range(4):  # until allocators and connections have what they keep
+            push(bench, (bench.b, bench.a)[turn % 2], bucket_bytes=200_000)
+    assert first.failures == second.failures == []
+    server.probe()
+    held, had = memory(server), opened(server)
+    with Asking(server) as first, Asking(server) as second:
+        for turn in range(PUSHES):
+            report = push(bench, (bench.b, bench.a)[turn % 2], bucket_bytes=200_000)
+            assert report.rounds > 3
+    assert first.failures == second.failures == []
+    assert min(first.answered, second.answered) > 2
+    assert server.digests() == bench.at_a.digests
+    assert server.probe() == bench.at_a.said
+    now = memory(server)
+    grown = {pid: now[pid] - held[pid] for pid in held}
+    assert all(kib < SLACK_KIB for kib in grown.values()), grown
+    assert opened(server) == had

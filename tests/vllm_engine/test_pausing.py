@@ -1,0 +1,157 @@
+"""Pausing, caches, sleep: requests in flight survive, nothing of the old weights is served, and a pause stays a pause."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+import rankcast
+from vllm_engine.conftest import Bench
+from vllm_engine.servers import PROMPTS, TP1, TP2, VllmServer
+from vllm_engine.test_faults import refused
+from vllm_engine.test_servers import push
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.parametrize("bench", [TP1, TP2], indirect=True, ids=lambda layout: layout.name, scope="session"),
+]
+
+LONG = 480
+
+
+@contextmanager
+def long_request(server: VllmServer) -> Iterator[Future[tuple[tuple[int, ...], tuple[float, ...]]]]:
+    """A request of ``LONG`` tokens that is running."""
+    with ThreadPoolExecutor(1) as pool:
+        before = generated(server)
+        answer = pool.submit(server.generate, PROMPTS[0], LONG)
+        while generated(server) <= before:
+            assert not answer.done(), answer.result()
+        yield answer
+
+
+def generated(server: VllmServer) -> float:
+    """How many tokens the server has generated so far, as it says itself."""
+    text = server.client.get(server.url + "/metrics").text
+    rows = [row for row in text.splitlines() if row.startswith("vllm:generation_tokens_total")]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+
+def test_a_request_in_flight_survives_a_push(bench: Bench) -> None:
+    with long_request(bench.server) as answer:
+        push(bench, bench.b)
+        ids, log_probs = answer.result(timeout=120)
+    assert len(ids) == len(log_probs) == LONG
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
+
+
+def test_a_request_that_arrives_during_the_pause_is_answered_by_the_new_weights(bench: Bench) -> None:
+    arrived: list[Future[object]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def ask(progress: rankcast.Progress) -> None:
+            if progress.stage == "install" and not arrived:
+                arrived.append(pool.submit(bench.server.generate, PROMPTS[1]))
+
+        with rankcast.connect(bench.server.url, bench.b, bucket_bytes=150_000, timeout=60, progress=ask) as sync:
+            sync.push(weight_version="b")
+        assert arrived[0].result(timeout=60) == bench.at_b.said[1]
+    push(bench, bench.a)
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_no_prefix_of_the_old_weights_is_served(bench: Bench, pause: str) -> None:
+    assert bench.server.probe() == bench.at_a.said
+    assert bench.server.probe() == bench.at_a.said  # now its blocks are cached
+    with rankcast.connect(bench.server.url, bench.b, pause=pause, timeout=60) as sync:
+        sync.push(weight_version="b")
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
+    assert bench.server.probe() == bench.at_a.said
+
+
+def test_a_server_that_the_user_paused_stays_paused(bench: Bench) -> None:
+    assert bench.server.post("/pause", mode="keep").status_code == 200
+    push(bench, bench.b)
+    assert bench.server.get("/is_paused") == {"is_paused": True}
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.post("/resume").status_code == 200
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
+
+
+def test_a_push_that_must_not_pause_is_refused_unless_the_user_has(bench: Bench) -> None:
+    with rankcast.connect(bench.server.url, bench.b, pause=None, timeout=60) as sync:
+        with pytest.raises(rankcast.PushError, match="not paused"):
+            sync.push(weight_version="b")
+        assert bench.server.digests() == bench.at_a.digests
+        assert bench.server.probe() == bench.at_a.said
+        assert bench.server.post("/pause", mode="keep").status_code == 200
+        sync.push(weight_version="b")
+        assert bench.server.get("/is_paused") == {"is_paused": True}
+        assert bench.server.post("/resume").status_code == 200
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
+
+
+def test_a_pause_that_still_waits_for_its_requests_is_not_yet_a_pause(bench: Bench) -> None:
+    # vLLM calls itself paused as soon as it takes no new requests, while those in flight still run.
+    with long_request(bench.server) as answer, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(bench.server.post, "/pause", mode="wait")
+        while bench.server.get("/is_paused") != {"is_paused": True}:
+            assert not waiting.done()
+        said = bench.server.post("/start_weight_update")
+        running = not answer.done()
+        assert len(answer.result(timeout=120)[0]) == LONG
+        assert waiting.result(timeout=120).status_code == 200
+    if running:
+        assert said.status_code != 200, "an update started while a request was running"
+        assert "still running" in said.text
+    else:
+        assert bench.server.post("/finish_weight_update").status_code == 200
+    assert bench.server.post("/resume").status_code == 200
+    assert bench.server.probe() == bench.at_a.said
+
+
+def test_an_engine_whose_weights_sleep_is_refused_and_woken_weights_are_enough(bench: Bench) -> None:
+    # On CPU vLLM keeps the memory, and everything else about sleeping is as on a GPU.
+    assert bench.server.post("/sleep", level="1").status_code == 200
+    try:
+        with pytest.raises(rankcast.PushError, match=r"wake_up\?tags=weights"):
+            push(bench, bench.b)
+        assert "wake_up?tags=weights" in refused(bench.server, "/start_weight_update")
+        assert bench.server.digests() == bench.at_a.digests
+        assert bench.server.post("/wake_up", tags="weights").status_code == 200
+        push(bench, bench.b)
+        assert bench.server.digests() == bench.at_b.digests
+        assert bench.server.get("/is_sleeping") == {"is_sleeping": True}
+    finally:
+        assert bench.server.post("/wake_up").status_code == 200
+    assert bench.server.get("/is_paused") == {"is_paused": False}
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
+
+
+def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> None:
+    said: list[str] = []
+    once = threading.Lock()
+
+    def meddle(progress: rankcast.Progress) -> None:
+        if progress.stage == "install" and once.acquire(blocking=False):
+            said.append(refused(bench.server, "/resume"))
+            said.append(refused(bench.server, "/wake_up"))
+            said.append(refused(bench.server, "/sleep", level="1"))
+
+    with rankcast.connect(bench.server.url, bench.b, bucket_bytes=150_000, timeout=60, progress=meddle) as sync:
+        sync.push(weight_version="b")
+    assert all("a weight update is open" in one for one in said), said
+    assert len(said) == 3
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.probe() == bench.at_b.said
+    push(bench, bench.a)
