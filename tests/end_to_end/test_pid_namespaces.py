@@ -44,7 +44,9 @@ def test_segments_go_by_name_and_the_names_are_gone_before_the_first_install(apa
         assert trainer.sync._exports.kind == "shm_name"
         for number, weights in enumerate((NEW, LATER)):
             for moment in ("prepare", "install"):
-                client.at("before", moment, lambda key=f"{moment} {number}": seen.update({key: shared_memory() - before}))
+                client.at(
+                    "before", moment, lambda key=f"{moment} {number}": seen.update({key: shared_memory() - before})
+                )
             trainer.push(weights, str(number))
             assert differences(apart.url, CONFIG, weights, LAYOUT) == []
         assert len(seen.pop("prepare 0")) == 2, "one name for each of the two buffers"
@@ -53,7 +55,9 @@ def test_segments_go_by_name_and_the_names_are_gone_before_the_first_install(apa
     assert answer(apart.url)["weight_version"] == "1"
 
 
-def test_a_server_that_restarted_gets_names_of_its_own_from_the_same_sync(checkpoint: Path, apart: RunningServer) -> None:
+def test_a_server_that_restarted_gets_names_of_its_own_from_the_same_sync(
+    checkpoint: Path, apart: RunningServer
+) -> None:
     before = shared_memory()
     with started_server(checkpoint, within=APART) as first:
         port = httpx.URL(first.url).port

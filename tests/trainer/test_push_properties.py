@@ -95,7 +95,7 @@ KINDS = ["module", "plain module", "stream", "function", "1 file", "2 files", "3
     model=models(),
     kind=st.sampled_from(KINDS),
     rounds=ROUNDS,
-    mode=st.sampled_from(["ranklocal", "broadcast", "auto"]),
+    mode=st.sampled_from(["ranklocal", "broadcast"]),
     data=st.data(),
 )
 def test_every_worker_equals_the_oracle_after_each_push_also_after_one_that_failed(

@@ -30,7 +30,7 @@ TOTAL = sum(bits.nbytes for bits in NEW.values())
 
 
 def connect(target: Any, source: Any, **options: Any) -> rankcast.Sync:
-    return rankcast.connect(target, source, **{"timeout": 20, "bucket_bytes": 8192, **options})
+    return rankcast.connect(target, source, **{"mode": "ranklocal", "timeout": 20, "bucket_bytes": 8192, **options})
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ def test_a_trainer_that_died_is_taken_over_at_once(at: str, two: Two, monkeypatc
     # From here on it says nothing more, not even that it gives up: as if it had been killed.
     for client in two.clients:
         client.fail[after] = ConnectionError("killed")
-        client.fail["abort"] = ConnectionError("killed")
+        client.fail["abort"] = client.fail["resume"] = ConnectionError("killed")
     with pytest.raises(rankcast.RankcastError):
         gone.push("half")
     for client in two.clients:

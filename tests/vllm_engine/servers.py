@@ -188,7 +188,13 @@ def _spawn(
     command += ["vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
     command += ["--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "512"]
-    command += ["--kv-cache-memory-bytes", str(64 * 2**20), "--enable-prefix-caching", "--skip-tokenizer-init", "--enable-scale-out"]
+    command += [
+        "--kv-cache-memory-bytes",
+        str(64 * 2**20),
+        "--enable-prefix-caching",
+        "--skip-tokenizer-init",
+        "--enable-scale-out",
+    ]
     command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     command += ["--worker-extension-cls", "vllm_engine.readback.Readback", *layout.arguments(), *extra]
     with log.open("wb") as file:

@@ -17,7 +17,9 @@ from vllm_engine.servers import TP1, TP2
 
 pytestmark = pytest.mark.vllm
 
-ON_TP1_AND_TP2 = pytest.mark.parametrize("bench", [TP1, TP2], indirect=True, ids=lambda layout: layout.name, scope="session")
+ON_TP1_AND_TP2 = pytest.mark.parametrize(
+    "bench", [TP1, TP2], indirect=True, ids=lambda layout: layout.name, scope="session"
+)
 
 
 def push(bench: Bench, checkpoint: Path, **options: Any) -> rankcast.PushReport:
@@ -80,7 +82,9 @@ def test_rank_local_entries_spare_each_worker_what_it_does_not_keep(bench: Bench
     assert ranklocal.worker_calls <= broadcast.worker_calls
     if bench.layout.expert_parallel:
         # Of what the experts weigh, and that is more than half of all, each worker reads its half.
-        assert all(mine < 0.75 * all_of_it for mine, all_of_it in zip(read["ranklocal"], read["broadcast"], strict=True))
+        assert all(
+            mine < 0.75 * all_of_it for mine, all_of_it in zip(read["ranklocal"], read["broadcast"], strict=True)
+        )
     else:
         assert read["ranklocal"] == read["broadcast"]
     # One entry a worker instead of one for all: more bytes of requests, by less than the number of workers.
@@ -95,7 +99,9 @@ def test_workers_say_who_they_are(bench: Bench) -> None:
     (engine,) = status["engines"]
     workers = [row["worker"] for row in engine["workers"]]
     tp = bench.layout.tp
-    assert [(w["rank"], w["tp"], w["dp"], w["pp"], w["workers"]) for w in workers] == [(r, r, 0, 0, tp) for r in range(tp)]
+    assert [(w["rank"], w["tp"], w["dp"], w["pp"], w["workers"]) for w in workers] == [
+        (r, r, 0, 0, tp) for r in range(tp)
+    ]
     # The group of experts exists without the flag as well, and means nothing then.
     assert [w["ep"] for w in workers] == [rank if bench.layout.expert_parallel else 0 for rank in range(tp)]
     assert len({w["engine"] for w in workers}) == 1

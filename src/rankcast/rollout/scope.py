@@ -55,7 +55,8 @@ class Scope:
 
     def wanted(self) -> Wanted:
         """The boxes that this worker wants, for a plan."""
-        return wanted_of(self._trace, self._by_loader, whole_modules=self._whole_modules)
+        casts = {self.manifest.index[name]: cast.destination for name, cast in self._casts.items()}
+        return wanted_of(self._trace, self._by_loader, casts, whole_modules=self._whole_modules)
 
     def _refuse_casts(self, names: Iterable[str]) -> None:
         found = [self._casts[name] for name in names if name in self._casts]

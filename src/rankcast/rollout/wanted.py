@@ -20,10 +20,11 @@ from rankcast.wire.bodies import Program
 from rankcast.wire.reports import Wanted
 
 
-def wanted_of(trace: Trace, by_loader: Mapping[str, str], *, whole_modules: bool) -> Wanted:
+def wanted_of(trace: Trace, by_loader: Mapping[str, str], casts: Mapping[int, str], *, whole_modules: bool) -> Wanted:
     """The destinations of ``trace``, and for each tensor that must go through the loader the reason.
 
-    ``by_loader`` gives reasons that the engine has of its own, by destination. With ``whole_modules`` a reason holds
+    ``by_loader`` gives reasons that the engine has of its own, by destination, and ``casts`` the destination's dtype
+    for each tensor of the manifest that has another. With ``whole_modules`` a reason holds
     for all tensors of the module.
     """
     copies, manifest = trace.copies, trace.manifest
@@ -62,6 +63,7 @@ def wanted_of(trace: Trace, by_loader: Mapping[str, str], *, whole_modules: bool
         offsets=tuple(found.offset.tolist()),
         strides=tuple(map(tuple, found.strides.tolist())),
         reasons=tuple(sorted(reasons.items())),
+        casts=tuple(sorted(casts.items())),
         whole_modules=whole_modules,
     )
 

@@ -74,9 +74,11 @@ def connect(
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
     counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
     returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group,
-    or one process). ``bucket_bytes`` bounds each of a rank's two staging buffers. ``pause``: how generation is paused around
-    an update (None: not at all). ``secret``: signs every message (default: ``RANKCAST_SECRET`` or
-    ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
+    or one process). ``mode``: ``direct`` (workers copy their boxes out of the trainer's memory), ``ranklocal`` (tensors
+    are staged, each worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct
+    where it is possible, ranklocal for the rest. ``bucket_bytes`` bounds each of a rank's two staging buffers.
+    ``pause``: how generation is paused around an update (None: not at all). ``secret``: signs every message (default:
+    ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
     progress before a wait fails. ``progress``: a callable that is given ``Progress`` records, or True for a live line.
 
     Raises ``UnsupportedError`` for options that do not go together, ``PushError`` naming every tensor that is unknown,

@@ -13,10 +13,10 @@ from rankcast.manifest import Manifest, listed
 from rankcast.plan.routes import Plan
 from rankcast.plan.schedule import Placed
 from rankcast.trainer.direct import DirectExports, Ways, choose_ways, plan_of
-from rankcast.trainer.fleet import Engine, Fleet
+from rankcast.trainer.fleet import Engine, Fleet, WorkerFault, refuse
 from rankcast.trainer.shares import Routes, Share, cut_share
 from rankcast.wire.handles import Handle
-from rankcast.wire.reports import Wanted
+from rankcast.wire.reports import Fault, Wanted
 
 
 class Planning:
@@ -49,10 +49,27 @@ class Planning:
                 f"mode='direct', but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; use mode='auto'",
                 tensor=name,
             )
+        self._refuse_casts()
         self._direct = direct if self.ways.direct else None
         if self._direct is not None:
             self._replan(self._direct)
         return self.ways
+
+    def _refuse_casts(self) -> None:
+        """A loader would cast without a word, and where it does so is not ours to prove."""
+        direct = set(self.ways.direct)
+        for engine, worker in self._fleet.workers():
+            for index, dtype in engine.wanted[worker.rank].casts:
+                row = self._manifest.row(index)
+                if row.name not in direct:
+                    text = (
+                        f"{row.name} is {row.dtype} at the trainer but {dtype} in the worker, and goes through the "
+                        f"loader ({self.ways.reasons[row.name]}): declare the wire dtype at the source, for example "
+                        f"ModuleSource(model, dtype=torch.{dtype})"
+                    )
+                    refuse(
+                        [WorkerFault(engine.where, worker.label, Fault("manifest", text, row.name))], "connect refused"
+                    )
 
     def _wanted(self) -> list[Wanted]:
         return [engine.wanted[worker.rank] for engine, worker in self._fleet.workers()]

@@ -59,7 +59,8 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``parameters`` are the worker's own names, dtypes and shapes; ``destinations`` index them, ``tensors`` the manifest
     of the init. ``starts`` and ``sizes`` are boxes in checkpoint coordinates; ``offsets`` and ``strides`` count
     elements of the parameter, strides one for each checkpoint dimension. ``reasons`` pairs a tensor's index with why it
-    goes through the loader instead. ``whole_modules`` says that all tensors of a module must go the same way.
+    goes through the loader instead; ``casts`` pairs one with the parameter's dtype, where that differs from the
+    manifest's: only a copy program may cast. ``whole_modules`` says that all tensors of a module must go the same way.
     """
 
     parameters: Manifest
@@ -70,6 +71,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offsets: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
     reasons: tuple[tuple[int, str], ...] = ()
+    casts: tuple[tuple[int, str], ...] = ()
     whole_modules: bool = False
 
 
