@@ -59,9 +59,7 @@ def test_a_trainer_with_the_secret_pushes_whether_given_or_found_in_the_environm
     assert answer(guarded.url)["weight_version"] == "found"
 
 
-def test_the_command_line_finds_the_secret_in_a_file(
-    guarded: RunningServer, secret_file: Path, tmp_path: Path
-) -> None:
+def test_the_command_line_finds_the_secret_in_a_file(guarded: RunningServer, secret_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rankcast", "push", write_checkpoint(tmp_path / "new", CONFIG, NEW), guarded.url]
     variables = {**environment(), "RANKCAST_SECRET_FILE": str(secret_file)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
