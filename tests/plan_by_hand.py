@@ -6,13 +6,15 @@ nothing about what a worker must hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rankcast.geometry import contiguous_strides
-from rankcast.plan.columns import DTYPE_NAMES, Destinations, Shards, dtype_codes
+from rankcast.manifest import Manifest
+from rankcast.plan.columns import DTYPE_NAMES, Destinations, Fleet, Shards, dimensions, dtype_codes
 from rankcast.plan.rows import WorkerRoutes
 
 Array = np.ndarray[Any, Any]
@@ -126,3 +128,30 @@ def destinations_by_hand(rows: Sequence[Mapping[str, Any]], dims: int) -> Destin
         np.where(sizes == 1, 0, wide("strides", 0)),
         dtype_codes(row["dtype"] for row in rows),
     )
+
+
+def whole_tensors(shapes: list[tuple[int, ...]], dtype: str = "int16") -> Manifest:
+    """Tensors t0, t1, ... of these shapes."""
+    return Manifest(tuple(f"t{i}" for i in range(len(shapes))), (dtype,) * len(shapes), tuple(shapes))
+
+
+def wanting_all(manifest: Manifest, workers: int, hosts: list[int] | None = None) -> Fleet:
+    """Workers that each want every tensor whole; without ``hosts``, on a host of no trainer rank."""
+    dims = dimensions(manifest)
+    rows = []
+    for index, shape in enumerate(manifest.shapes):
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        box = {"starts": [0] * len(shape), "sizes": shape, "strides": strides, "offset": 0}
+        rows.append({"tensor": index, "parameter": index, **box, "dtype": manifest.dtypes[index]})
+    on = np.array(hosts or [99] * workers, dtype=np.int32)
+    return Fleet((destinations_by_hand(rows, dims),), np.zeros(workers, dtype=np.int32), on)
+
+
+def held_whole(manifest: Manifest, ranks: list[list[int]], hosts: list[int] | None = None) -> Shards:
+    """Each tensor whole on each of its ``ranks``; ``hosts`` by rank."""
+    rows = []
+    for index, (shape, holders) in enumerate(zip(manifest.shapes, ranks, strict=True)):
+        for rank in holders:
+            row = {"tensor": index, "rank": rank, "starts": [0] * len(shape), "sizes": shape}
+            rows.append({**row, "dtype": manifest.dtypes[index], "host": hosts[rank] if hosts else 0})
+    return shards_of(rows, dimensions(manifest))

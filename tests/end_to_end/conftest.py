@@ -23,16 +23,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fleet(checkpoint: Path) -> Iterator[RunningServer]:
+def fleet(checkpoint: Path, lasting_processes: set[int]) -> Iterator[RunningServer]:
     """Four workers, for all modules: two data-parallel replicas of two, experts spread over all four."""
     with started_server(checkpoint, dp=2, tp=2, expert_parallel=True) as server:
+        lasting_processes.add(server.pid)
         yield server
 
 
 @pytest.fixture(scope="session")
-def piped(checkpoint: Path) -> Iterator[RunningServer]:
+def piped(checkpoint: Path, lasting_processes: set[int]) -> Iterator[RunningServer]:
     """Another four workers of the same model: two pipeline stages of two."""
     with started_server(checkpoint, pp=2, tp=2) as server:
+        lasting_processes.add(server.pid)
         yield server
 
 

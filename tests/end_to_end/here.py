@@ -6,7 +6,7 @@ It knows how to connect and push a checkpoint's bits. It must not know what a te
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import rankcast
 from checkpoints import as_torch
@@ -27,7 +27,7 @@ class Trainer:
         self.tensors.update(as_torch(weights))
         return self.sync.push(version)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

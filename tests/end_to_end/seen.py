@@ -5,6 +5,7 @@ It knows the embedded fleet's routes and ``/proc``. It must not know how weights
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -53,19 +54,20 @@ def answer(url: str, tokens: int = 2, **options: Any) -> dict[str, Any]:
 
 
 def usage(pid: int) -> dict[str, int]:
-    """Descriptors, threads, shared segments (by open descriptor and by mapping) and resident bytes of a process."""
-    descriptors = []
+    """What a process uses: descriptors, threads, resident bytes; how many of our segments it has, and their bytes."""
+    descriptors = {}
     for entry in os.scandir(f"/proc/{pid}/fd"):
-        try:
-            descriptors.append(os.readlink(entry.path))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            descriptors[entry.path] = os.readlink(entry.path)
+    ours = [path for path, target in descriptors.items() if target.startswith(("/memfd:rankcast", "/dev/shm/rankcast"))]
+    sizes = {(status.st_dev, status.st_ino): status.st_size for status in map(os.stat, ours)}
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "descriptors": len(descriptors),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
-        "open": sum(target.startswith(("/memfd:rankcast", "/dev/shm/rankcast")) for target in descriptors),
+        "open": len(ours),
+        "staged": sum(sizes.values()),
         "mapped": sum("/memfd:rankcast" in line or "/dev/shm/rankcast" in line for line in maps),
         "resident": resident,
     }

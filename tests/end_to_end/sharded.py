@@ -42,8 +42,8 @@ def held_names(config: dict[str, Any], names: list[str], rank: int, size: int) -
 def sharded_source(kind: str, held: dict[str, Any], rank: int, size: int) -> tuple[WeightSource, Callable[[Any], None]]:
     """A source over ``held`` (bits by name), and the function with which it takes other values.
 
-    ``module`` is a plain module, ``shared`` one whose parameters all lie in one shared segment. ``gathered`` is a stream in which every rank keeps its rows of what is no expert's,
-    and all of them gather each such tensor when it is asked for.
+    ``module`` is a plain module, ``shared`` one whose parameters lie in one shared segment. ``gathered`` is a stream
+    in which every rank keeps its part of what is no expert's, and all gather each such tensor when it is asked for.
     """
     if kind in ("module", "shared"):
         module = Trained(held, "float32")

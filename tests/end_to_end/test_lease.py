@@ -1,4 +1,4 @@
-"""One trainer at a time holds a fleet; a dead one holds it no longer, and two that take turns do not disturb each other."""
+"""One trainer at a time holds a fleet, a dead one holds it no longer, and two may take turns."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -136,13 +135,11 @@ class _Rank:
         report = self.sync.push(version)
         return dict(msgspec.to_builtins(report))
 
-    def pushes(self, count: int) -> list[dict[str, int]]:
-        """Push ``count`` times; what this process uses after each."""
-        used = []
+    def pushes(self, count: int) -> dict[str, int]:
+        """Push ``count`` times; what this process uses then."""
         for number in range(count):
             self.push(str(number), ["unique", number % 3])
-            used.append(self.usage())
-        return used
+        return self.usage()
 
     def arm(self, number: int, tensor: int, do: str) -> None:
         """The source is to ``do`` something at a tensor of a pass, see ``Faulty``."""
@@ -188,14 +185,6 @@ class _Rank:
         from end_to_end.seen import usage
 
         return usage(os.getpid())
-
-    def limits(self) -> list[int]:
-        import resource
-
-        return list(resource.getrlimit(resource.RLIMIT_NOFILE))
-
-    def threads(self) -> list[str]:
-        return [thread.name for thread in threading.enumerate()]
 
     def close(self) -> None:
         self.sync.close()

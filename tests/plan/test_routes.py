@@ -12,7 +12,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from plan_by_hand import box_of, carry_out, destinations_by_hand, filled, numpy_dtype, padded, shards_of, view
+from plan_by_hand import (
+    box_of,
+    carry_out,
+    destinations_by_hand,
+    filled,
+    held_whole,
+    numpy_dtype,
+    padded,
+    shards_of,
+    view,
+    wanting_all,
+    whole_tensors,
+)
 from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.manifest import Manifest
 from rankcast.plan.columns import Destinations, Fleet, Shards, dimensions, dtype_codes
@@ -230,30 +242,6 @@ def test_a_shard_that_is_missing_everywhere_is_named_before_anything_moves(case:
     assert caught.value.tensor == case.manifest.names[tensor]
 
 
-def whole_tensors(shapes: list[tuple[int, ...]], dtype: str = "int16") -> Manifest:
-    return Manifest(tuple(f"t{i}" for i in range(len(shapes))), (dtype,) * len(shapes), tuple(shapes))
-
-
-def wanting_all(manifest: Manifest, workers: int, hosts: list[int] | None = None) -> Fleet:
-    dims = dimensions(manifest)
-    rows = []
-    for index, shape in enumerate(manifest.shapes):
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        box = {"starts": [0] * len(shape), "sizes": shape, "strides": strides, "offset": 0}
-        rows.append({"tensor": index, "parameter": index, **box, "dtype": manifest.dtypes[index]})
-    on = np.array(hosts or [99] * workers, dtype=np.int32)
-    return Fleet((destinations_by_hand(rows, dims),), np.zeros(workers, dtype=np.int32), on)
-
-
-def held_whole(manifest: Manifest, ranks: list[list[int]], hosts: list[int] | None = None) -> Shards:
-    rows = []
-    for index, (shape, holders) in enumerate(zip(manifest.shapes, ranks, strict=True)):
-        for rank in holders:
-            row = {"tensor": index, "rank": rank, "starts": [0] * len(shape), "sizes": shape}
-            rows.append({**row, "dtype": manifest.dtypes[index], "host": hosts[rank] if hosts else 0})
-    return shards_of(rows, dimensions(manifest))
-
-
 def test_every_missing_tensor_is_counted_and_the_first_ten_are_named() -> None:
     manifest = whole_tensors([(2, 3)] * 30)
     shards = held_whole(manifest, [[0]] * 15 + [[]] * 15)
@@ -264,63 +252,6 @@ def test_every_missing_tensor_is_counted_and_the_first_ten_are_named() -> None:
     assert "t25" not in said
     assert "(15 in all)" in said
     assert "worker 0 wants [0:2, 0:3] of t15 int16[2, 3], 6 elements, and the shards hold 0" in said
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 2000), min_size=1, max_size=80),
-    st.integers(2, 7),
-    st.integers(1, 9),
-    st.booleans(),
-)
-def test_equal_replicas_send_equally_much_but_for_5_percent_or_one_read(
-    sizes: list[int], replicas: int, workers: int, forced: bool
-) -> None:
-    manifest = whole_tensors([(size,) for size in sizes])
-    shards = held_whole(manifest, [list(range(replicas))] * len(sizes))
-    if forced:
-        # One rank more, with a tensor of its own, sends what nobody else can; the others are not to be held to it.
-        manifest = whole_tensors([*((size,) for size in sizes), (10_000,)])
-        shards = held_whole(manifest, [*[list(range(replicas))] * len(sizes), [replicas]])
-    sent = make_plan(manifest, shards, wanting_all(manifest, workers)).sender_bytes[:replicas]
-    assert int(sent.sum()) == 2 * sum(sizes) * workers
-    assert sent.max() - sent.min() <= max(0.05 * sent.mean(), 2 * max(sizes))
-
-
-def test_many_small_reads_are_within_5_percent_even_when_one_tensor_is_large() -> None:
-    manifest = whole_tensors([(40_000,), *[(1_000 + 7 * i,) for i in range(120)]])
-    shards = held_whole(manifest, [[0, 1, 2, 3]] * 121)
-    sent = make_plan(manifest, shards, wanting_all(manifest, 1)).sender_bytes
-    assert sent.max() <= 1.05 * sent.min()
-
-
-def test_a_rank_that_already_sends_what_only_it_holds_is_spared_where_another_can_send() -> None:
-    manifest = whole_tensors([(500,), *[(10,)] * 50])
-    shards = held_whole(manifest, [[0], *[[0, 1]] * 50])
-    assert make_plan(manifest, shards, wanting_all(manifest, 1)).sender_bytes.tolist() == [1000, 1000]
-
-
-def test_a_worker_reads_on_its_own_host_where_it_can() -> None:
-    manifest = whole_tensors([(8,), (8,), (8,)])
-    shards = held_whole(manifest, [[0, 1, 2, 3], [0, 1], [3]], hosts=[0, 0, 1, 1])
-    plan = make_plan(manifest, shards, wanting_all(manifest, 3, hosts=[0, 1, 7]))
-    ranks = [plan.for_worker(worker).origins.rank.tolist() for worker in range(3)]
-    assert ranks[0][0] in (0, 1)
-    assert ranks[1][0] in (2, 3)
-    assert [each[2] for each in ranks] == [3, 3, 3]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-def test_replicas_on_one_host_share_that_hosts_readers(hosts: int, each: int, workers: int) -> None:
-    manifest = whole_tensors([(64,)] * 60)
-    ranks = list(range(hosts * each))
-    shards = held_whole(manifest, [ranks] * 60, hosts=[rank // each for rank in ranks])
-    fleet = wanting_all(manifest, hosts * workers, hosts=[w // workers for w in range(hosts * workers)])
-    plan = make_plan(manifest, shards, fleet)
-    for worker in range(len(fleet)):
-        assert set((plan.for_worker(worker).origins.rank // each).tolist()) == {worker // workers}
-    assert plan.sender_bytes.max() <= 1.05 * plan.sender_bytes.min()
 
 
 def test_boxes_that_fit_together_without_being_a_grid_are_taken_as_they_are() -> None:

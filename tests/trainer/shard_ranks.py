@@ -6,12 +6,13 @@ it is one rank: for each line on its input, a case, it answers with a line once 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -265,49 +266,55 @@ class Rank:
         return {"said": said, "after": len(source.shards()) > 0 and source.manifest() == before}
 
 
-@contextlib.contextmanager
-def running(size: int, folder: Path) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """``size`` ranks; the function runs a case on all of them and returns their answers. They live until the end."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+class Ranks:
+    """``size`` ranks, which live until ``stop``; ``run`` lets all of them make a case and returns their answers."""
 
-    def run(case: str) -> list[dict[str, Any]]:
-        for process in processes:
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size, self.folder = size, folder
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                bufsize=0,
+            )
+            for rank in range(size)
+        ]
+
+    def run(self, case: str, seconds: float = 120.0) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(case + "\n")
-            process.stdin.flush()
-        answers = []
-        for rank, process in enumerate(processes):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, f"rank {rank} ended with {process.wait(timeout=60)} in {case}"
-            answers.append(json.loads(line))
-        return answers
+            process.stdin.write(case.encode() + b"\n")
+        return [self._answer(rank, case, deadline) for rank in range(self.size)]
 
-    try:
-        yield run
-    finally:
-        for process in processes:
+    def _answer(self, rank: int, case: str, deadline: float) -> dict[str, Any]:
+        pipe = self.processes[rank].stdout
+        assert pipe is not None
+        text = b""
+        while not text.endswith(b"\n"):
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"rank {rank} has not answered to {case!r}"
+            more = os.read(pipe.fileno(), 1 << 20)
+            assert more, f"rank {rank} ended with {self.processes[rank].wait(timeout=60)} in {case!r}"
+            text += more
+        return json.loads(text)
+
+    def stop(self) -> None:
+        for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.wait(timeout=60)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+                    pipe.close()
 
 
 def _main(rank: int, size: int, folder: Path) -> None:

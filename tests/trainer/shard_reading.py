@@ -22,7 +22,7 @@ WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's elements as integers, in its shape."""
     # A copy, because torch never lets a storage move again of which numpy had a view.
-    raw = tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy()
+    raw = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
     return raw.view(WIDTHS[tensor.element_size()]).reshape(tuple(tensor.shape))
 
 

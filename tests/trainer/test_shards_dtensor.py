@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,29 +18,41 @@ from hypothesis import strategies as st
 from rankcast.manifest import Manifest
 from rankcast.trainer.sources import RankShards
 from rankcast.trainer.sources.dtensor import _boxes, _taken
-from trainer.shard_ranks import expected, layouts, running
+from trainer.shard_ranks import Ranks, expected, layouts
 from trainer.shard_reading import assembled, bits
-
-Run = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, lasting_processes: set[int]
-) -> Iterator[tuple[int, Path, Run]]:
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    with running(request.param, folder) as run:
-        yield request.param, folder, run
+def started(tmp_path_factory: pytest.TempPathFactory, lasting_processes: set[int]) -> Iterator[Callable[[int], Ranks]]:
+    """The ranks of a size, started when they are first asked for."""
+    every: dict[int, Ranks] = {}
+
+    def start(size: int) -> Ranks:
+        if size not in every:
+            every[size] = Ranks(size, tmp_path_factory.mktemp("ranks"))
+            lasting_processes.update(process.pid for process in every[size].processes)
+        return every[size]
+
+    yield start
+    for ranks in every.values():
+        ranks.stop()
 
 
-def written(folder: Path, case: str, size: int) -> list[tuple[Manifest, RankShards, dict[str, bytes]]]:
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, started: Callable[[int], Ranks]) -> Ranks:
+    return started(request.param)
+
+
+def written(ranks: Ranks, case: str) -> list[tuple[Manifest, RankShards, dict[str, bytes]]]:
     kind = tuple[Manifest, RankShards, dict[str, bytes]]
-    return [msgspec.msgpack.decode((folder / f"{case}.{rank}").read_bytes(), type=kind) for rank in range(size)]
+    return [
+        msgspec.msgpack.decode((ranks.folder / f"{case}.{rank}").read_bytes(), type=kind) for rank in range(ranks.size)
+    ]
 
 
-def check(folder: Path, case: str, size: int, full: dict[str, np.ndarray]) -> list[RankShards]:
+def check(ranks: Ranks, case: str, full: dict[str, np.ndarray]) -> list[RankShards]:
     """Every rank's manifest and gathered tensors are the whole ones, and so are all shards together."""
-    every = written(folder, case, size)
+    every = written(ranks, case)
     for manifest, _, read in every:
         assert dict(zip(manifest.names, manifest.shapes, strict=True)) == {n: a.shape for n, a in full.items()}
         assert list(read) == list(manifest.names)
@@ -80,11 +90,10 @@ ALL = [(2, "rows"), (2, "columns"), *((4, case) for case in PLAIN + GRIDS)]
     [*ALL, *((size, f"packed {case}") for size, case in ALL)],
     indirect=["ranks"],
 )
-def test_all_shards_together_are_the_whole_tensors(ranks: tuple[int, Path, Run], case: str) -> None:
-    size, folder, run = ranks
-    answers = run(case)
+def test_all_shards_together_are_the_whole_tensors(ranks: Ranks, case: str) -> None:
+    answers = ranks.run(case)
     full = {name: bits(tensor) for name, tensor in expected(case).items()}
-    shards = check(folder, case, size, full)
+    shards = check(ranks, case, full)
     assert all(not answer["staged"] for answer in answers)
     # What every rank holds whole can be looked at before a push; what must be gathered cannot.
     assert all(answer["stable"] == (case.removeprefix("packed ") == "replicas") for answer in answers)
@@ -104,41 +113,37 @@ def test_all_shards_together_are_the_whole_tensors(ranks: tuple[int, Path, Run],
     ],
     indirect=["ranks"],
 )
-def test_fully_shard_exports_what_each_rank_holds(ranks: tuple[int, Path, Run], case: str) -> None:
-    size, folder, run = ranks
-    run(case)
-    check(folder, case, size, {name: array.view(np.uint32) for name, array in np.load(folder / f"{case}.npz").items()})
+def test_fully_shard_exports_what_each_rank_holds(ranks: Ranks, case: str) -> None:
+    ranks.run(case)
+    check(ranks, case, {name: array.view(np.uint32) for name, array in np.load(ranks.folder / f"{case}.npz").items()})
 
 
 @BOTH
-def test_a_rank_outside_a_mesh_holds_nothing_of_it(ranks: tuple[int, Path, Run]) -> None:
-    size, folder, run = ranks
-    run("half")
-    every = written(folder, "half", size)
+def test_a_rank_outside_a_mesh_holds_nothing_of_it(ranks: Ranks) -> None:
+    ranks.run("half")
+    every = written(ranks, "half")
     full = {name: bits(tensor) for name, tensor in expected("half").items()}
     for rank, (manifest, rows, _) in enumerate(every):
-        assert (set(manifest.names) == {"own"}) == (rank >= size // 2)
-        assert (len(rows) == 1) == (rank >= size // 2)
+        assert (set(manifest.names) == {"own"}) == (rank >= ranks.size // 2)
+        assert (len(rows) == 1) == (rank >= ranks.size // 2)
     found = assembled((manifest, rows) for manifest, rows, _ in every)
     assert all(np.array_equal(found[name], array) for name, array in full.items())
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_training_goes_on_over_exported_shards_and_shows_in_them(ranks: tuple[int, Path, Run]) -> None:
-    size, folder, run = ranks
-    for answer in run("trained"):
+def test_training_goes_on_over_exported_shards_and_shows_in_them(ranks: Ranks) -> None:
+    for answer in ranks.run("trained"):
         assert answer["same"]
         assert answer["moved"] == 1
         assert answer["renewed"] == 0
         assert answer["versions"] == 2
-    full = {name: array.view(np.uint32) for name, array in np.load(folder / "trained.npz").items()}
-    check(folder, "trained", size, full)
+    full = {name: array.view(np.uint32) for name, array in np.load(ranks.folder / "trained.npz").items()}
+    check(ranks, "trained", full)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_what_fully_shard_has_gathered_is_refused_with_the_cure(ranks: tuple[int, Path, Run]) -> None:
-    _, _, run = ranks
-    for answer in run("gathered"):
+def test_what_fully_shard_has_gathered_is_refused_with_the_cure(ranks: Ranks) -> None:
+    for answer in ranks.run("gathered"):
         assert "reshard()" in answer["said"]
         assert answer["after"]
 

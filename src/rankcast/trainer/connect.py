@@ -78,8 +78,9 @@ def connect(
     are staged, each worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct
     where it is possible, ranklocal for the rest. ``bucket_bytes`` bounds each of a rank's two staging buffers.
     ``pause``: how generation is paused around an update (None: not at all). ``secret``: signs every message (default:
-    ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports. ``timeout``: seconds without
-    progress before a wait fails. ``progress``: a callable that is given ``Progress`` records, or True for a live line.
+    ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports.
+    ``timeout``: seconds without progress before a wait fails. ``progress``: a callable that is given ``Progress``
+    records, or True for a live line.
 
     Raises ``UnsupportedError`` for options that do not go together, ``PushError`` naming every tensor that is unknown,
     missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when

@@ -18,7 +18,7 @@ from rankcast.plan.rounds import Rounds, assign_owners, cut_rounds
 from rankcast.plan.schedule import Placed
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.sources.base import WeightSource
-from rankcast.trainer.staging import Staging, locations
+from rankcast.trainer.staging import BUFFERS, Staging, fills_again, locations
 from rankcast.transports.live import SharedMemoryMap, handle_for
 from rankcast.wire.handles import Handle
 
@@ -29,9 +29,9 @@ class _Joined(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct, frozen=True):
-    """One rank's exports: its two buffers, and the tensors that lie in shareable memory already."""
+    """One rank's exports: its buffers, and the tensors that lie in shareable memory already."""
 
-    buffers: tuple[Handle | None, Handle | None] = (None, None)
+    buffers: tuple[Handle | None, ...] = (None,) * BUFFERS
     handles: tuple[Handle, ...] = ()
     live: tuple[int, ...] = ()
     segments: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class Exports:
         return _State(handles=tuple(handles), live=columns[0], segments=columns[1], offsets=columns[2])
 
     def _exchange(self, live: _State) -> None:
-        buffers = self.staging.handles if self.staging is not None else (None, None)
+        buffers = self.staging.handles if self.staging is not None else (None,) * BUFFERS
         state = msgspec.structs.replace(live, buffers=buffers)
         digest = hashlib.blake2b(msgspec.msgpack.encode(state), digest_size=16).hexdigest()
         change = _Change(digest, None if digest == self._sent else state)
@@ -181,6 +181,7 @@ class Exports:
             held=self._held[self._group.rank],
             owners=self._owners,
             staged=staged,
+            bucket_bytes=self._bucket_bytes,
             kind=self.kind,
             passed_over=self._direct,
         )
@@ -207,9 +208,13 @@ class Exports:
         if not handles and len(self.rest):
             raise ManifestError("every tensor is empty: there is nothing to push")
         # A tensor of no bytes needs no memory, but its column needs a segment: any will do.
-        segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers)
+        segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers, bucket_bytes=self._bucket_bytes)
         clamped = tuple(min(segment, len(handles) - 1) for segment in segments)
         return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(handles)
+
+    def fills_again(self, turn: int) -> bool:
+        """Whether round ``turn`` may be staged only once the round before it is installed everywhere."""
+        return fills_again(self.rounds, turn, self._bucket_bytes)
 
     def staged_bytes(self) -> int:
         """What all ranks together copy into their buffers in one push."""

@@ -283,8 +283,11 @@ class Lead:
         known = not mute or (not self._installing and mute <= self._whole)
         self.serves_old = known and not broken and not renewed
         if self.serves_old:
-            unheard = f", also those that were not heard: {', '.join(sorted(silent))}" if silent else ""
-            return f"every worker still serves the weights it had before{unheard}"
+            if not silent:
+                return "every worker still serves the weights it had before"
+            return (
+                f"every worker that lives still has the weights it had before; not reached: {', '.join(sorted(silent))}"
+            )
         parts = {
             "unusable until the next full push": broken,
             f"complete at {self._version!r}, which is not published": renewed,

@@ -1,7 +1,7 @@
-"""Staging: one trainer rank's two buffers, filled round by round from its source.
+"""Staging: one trainer rank's buffers, filled round by round from its source.
 
 This module knows a source, the rounds and this rank's segments. It must not know other ranks, engines or sessions. A
-buffer is written again only when the caller says so, which it does once every worker that reads it has answered. Both
+buffer is written again only when the caller says so, which it does once every worker that reads it has answered. All
 buffers are made and pre-faulted once: memory touched for the first time costs many times a warm copy.
 """
 
@@ -32,6 +32,7 @@ class Staging:
         held: Sequence[int],
         owners: Sequence[int],
         staged: Sequence[bool],
+        bucket_bytes: int,
         kind: str,
         passed_over: Collection[str] = (),
     ) -> None:
@@ -46,11 +47,13 @@ class Staging:
         self._mine = [owner == rank and kept for owner, kept in zip(owners, staged, strict=True)]
         self._passed_over = frozenset(passed_over)
         self._expected = Counter(rounds.rounds[index] for index in held)
-        sizes = rounds.buckets[rank]
+        self._places = [buffer_of(rounds, rank, turn, bucket_bytes) for turn in range(rounds.count)]
+        sizes = [0] * BUFFERS
+        for place, size in zip(self._places, rounds.buckets[rank], strict=True):
+            sizes[place] = max(sizes[place], size)
         self._buffers: list[Segment | None] = []
         try:
-            for parity in (0, 1):
-                size = max(sizes[parity::2], default=0)
+            for size in sizes:
                 self._buffers.append(create_segment(size, kind=kind) if size else None)
         except BaseException:
             self.close()
@@ -58,10 +61,9 @@ class Staging:
         self._reader: Iterator[Weight] | None = None
 
     @property
-    def handles(self) -> tuple[Handle | None, Handle | None]:
-        """The handles of the even and the odd rounds' buffer; ``None`` where no round needs one."""
-        first, second = (buffer.handle if buffer is not None else None for buffer in self._buffers)
-        return first, second
+    def handles(self) -> tuple[Handle | None, ...]:
+        """The handles of the buffers, as ``buffer_of`` counts them; ``None`` for one that no round needs."""
+        return tuple(buffer.handle if buffer is not None else None for buffer in self._buffers)
 
     def begin(self) -> None:
         """Start a fresh pass over the source."""
@@ -74,7 +76,7 @@ class Staging:
         Raises ``SourceError`` when the source deviates from its manifest.
         """
         assert self._reader is not None, "begin comes first"
-        buffer = self._buffers[turn % 2]
+        buffer = self._buffers[self._places[turn]]
         written = 0
         # Never one ahead: a source may run a collective for its next tensor, which the other ranks reach only in the
         # next round, and that does not begin before this one is staged.
@@ -136,22 +138,42 @@ class Staging:
         self._buffers = []
 
 
+#: Each rank's buffers: for even rounds, for odd rounds, and for rounds of one tensor that is larger than a bucket. Were
+#: those rounds to share the other two, a large tensor of each parity would make both of them large.
+BUFFERS = 3
+
+
+def buffer_of(rounds: Rounds, rank: int, turn: int, bucket_bytes: int) -> int:
+    """Which of a rank's buffers it fills in round ``turn``."""
+    return BUFFERS - 1 if rounds.buckets[rank][turn] > bucket_bytes else turn % 2
+
+
+def fills_again(rounds: Rounds, turn: int, bucket_bytes: int) -> bool:
+    """Whether some rank fills in round ``turn`` the very buffer that it filled in the round before."""
+    return turn > 0 and any(
+        buffer_of(rounds, rank, turn, bucket_bytes) == buffer_of(rounds, rank, turn - 1, bucket_bytes)
+        for rank in range(len(rounds.buckets))
+    )
+
+
 def locations(
     rounds: Rounds,
     owners: Sequence[int],
     live: Mapping[int, tuple[int, int]],
     *,
     buffers: Sequence[int],
+    bucket_bytes: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where each tensor lies: columns of segment index and byte offset.
 
-    ``buffers`` gives for each (rank, parity), at ``2 * rank + parity``, the index of that buffer among all segments;
+    ``buffers`` gives for each rank and each of its ``BUFFERS``, in that order, the buffer's index among all segments;
     ``live`` has (segment, offset) of the tensors that are exported as they lie.
     """
     segments: list[int] = []
     offsets: list[int] = []
     for index, owner in enumerate(owners):
-        segment, offset = live.get(index) or (buffers[2 * owner + rounds.rounds[index] % 2], rounds.offsets[index])
+        place = buffer_of(rounds, owner, rounds.rounds[index], bucket_bytes)
+        segment, offset = live.get(index) or (buffers[BUFFERS * owner + place], rounds.offsets[index])
         segments.append(segment)
         offsets.append(offset)
     return tuple(segments), tuple(offsets)

@@ -104,6 +104,9 @@ class Sync:
         for turn in range(placed.installs):
             with clock.stage("wire"):
                 # Round turn-2 used the same buffer: the lead has heard from all of its readers before it says this.
+                # Of two large tensors in a row the second has to wait for the first.
+                if leading is not None and exports.fills_again(turn):
+                    leading.installed()
                 group.broadcast(b"", f"buffer of round {turn} is free")
                 staging.stage(turn)
                 group.gather(b"", f"round {turn} is staged")

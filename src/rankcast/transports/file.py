@@ -27,6 +27,8 @@ from rankcast.wire.handles import FORMAT, FileHandle, check_format
 
 #: The kernel reads at most 2 GiB less a page in one call; this is a round number below that.
 _READ_AT_ONCE = 2**30
+#: What the kernel says when descriptors or memory run out, for this process or for all.
+_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ExportedFile:
@@ -38,22 +40,26 @@ class ExportedFile:
         """Open ``path``; raises ``LocationError`` when it cannot be read or is no regular file, ``LimitError`` when
         descriptors run out."""
         self.path = Path(path)
-        self._descriptor = _open(str(path), lambda fault: LocationError(f"{path} cannot be opened: {fault.strerror}"))
+        self._descriptor = -1
+        _with_room(self._open, str(path))
+
+    def _open(self) -> None:
+        owner = this_process()
         try:
-            status = os.fstat(self._descriptor)
-            _check_regular(status, str(path))
-            self.handle = FileHandle(
-                FORMAT,
-                this_process(),
-                self._descriptor,
-                status.st_size,
-                status.st_dev,
-                status.st_ino,
-                status.st_mtime_ns,
-            )
+            self._descriptor = os.open(self.path, READ_ONLY)
+        except OSError as fault:
+            if fault.errno in _ROOM:
+                raise
+            raise LocationError(f"{self.path} cannot be opened: {fault.strerror}") from None
+        status = os.fstat(self._descriptor)
+        try:
+            _check_regular(status, str(self.path))
         except BaseException:
             self.close()
             raise
+        self.handle = FileHandle(
+            FORMAT, owner, self._descriptor, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns
+        )
 
     def verify(self) -> None:
         """Compare the file with its record, at its path too; raises ``LocationError`` naming it when it changed."""
@@ -86,19 +92,25 @@ class OpenedFile:
 
     def __init__(self, handle: FileHandle) -> None:
         self._handle = handle
-        owner = handle.owner
         self._descriptor = -1
-        check_host(owner, "a descriptor can be read on one host only")
-        check_namespace(owner, "share it (docker run --pid=host); files are not exported by path")
-        check_owner(owner)
-        self._source = f"/proc/{owner.pid}/fd/{handle.descriptor}"
+        self._source = f"/proc/{handle.owner.pid}/fd/{handle.descriptor}"
         self.size = handle.size
-        self.label = _named(self._source, f"descriptor {handle.descriptor} of pid {owner.pid}")
+        check_host(handle.owner, "a descriptor can be read on one host only")
+        check_namespace(handle.owner, "share it (docker run --pid=host); files are not exported by path")
+        self.label = _named(self._source, f"descriptor {handle.descriptor} of pid {handle.owner.pid}")
+        _with_room(self._open, self.label)
+
+    def _open(self) -> None:
+        owner = self._handle.owner
+        check_owner(owner)
         # Looked at before it is opened, because opening some devices acts on them, and again once it is.
-        _check_status(status_of(self._source, owner, self.label), handle, self.label)
-        self._descriptor = _open(self._source, lambda fault: refusal(fault, owner, self.label))
+        _check_status(status_of(self._source, owner, self.label), self._handle, self.label)
         try:
-            _check_status(os.fstat(self._descriptor), handle, self.label)
+            self._descriptor = os.open(self._source, READ_ONLY)
+        except OSError as fault:
+            raise refusal(fault, owner, self.label) from None
+        try:
+            _check_status(os.fstat(self._descriptor), self._handle, self.label)
         except BaseException:
             self.close()
             raise
@@ -118,7 +130,8 @@ class OpenedFile:
         self._check_range(offset, size, what, name)
         if not size:
             return
-        view = buffer.detach().view(-1).view(torch.uint8).numpy().data
+        # Not view(-1): a dimension of one element may have any stride and counts as dense all the same.
+        view = buffer.detach().as_strided((buffer.numel(),), (1,)).view(torch.uint8).numpy().data
         done = 0
         while done < size:
             try:
@@ -193,18 +206,16 @@ def open_file(handle: FileHandle) -> OpenedFile:
     return OpenedFile(handle)
 
 
-def _open(path: str, named: Callable[[OSError], Exception]) -> int:
-    """Open ``path`` to be read; a failure is raised as what ``named`` makes of it, want of descriptors as a limit."""
+def _with_room(open_it: Callable[[], None], label: str) -> None:
+    """Call ``open_it``, and once more under a raised limit when it runs out of descriptors; then that is the error."""
     for again in (False, True):
         try:
-            return os.open(path, READ_ONLY)
+            return open_it()
         except OSError as fault:
             if fault.errno == errno.EMFILE and not again:
-                raise_descriptor_limit(1)
+                raise_descriptor_limit(2)
                 continue
-            if fault.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                raise LimitError(f"{path} could not be opened: {fault.strerror}") from None
-            raise named(fault) from None
+            raise LimitError(f"{label} could not be opened: {fault.strerror}") from None
     raise AssertionError("unreachable")
 
 

@@ -109,26 +109,34 @@ def may_ignore(config: VllmConfig, name: str) -> bool:
 
 @contextlib.contextmanager
 def on_meta(model: torch.nn.Module) -> Iterator[None]:
-    """The model with its parameters as they are at load time, without storage; the live ones are put back after."""
-    from vllm.model_executor.model_loader.reload import layerwise
+    """The model with its parameters as they are at load time, without storage; what was there is put back after.
 
-    layers = list(model.modules())
-    for layer in layers:
+    That may be live tensors or, in the middle of a reload, those that the reload waits for: its state is not touched.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise, types
+
+    shadows = []
+    loaders: list[tuple[torch.Tensor, Any]] = []
+    for layer in list(model.modules()):
         info = layerwise.get_layerwise_info(layer)
-        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        layerwise.restore_layer_on_meta(layer, info)
+        shadow = types.LayerReloadingInfo(info.restore_metadata, info.restore_device)
+        shadow.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        shadow.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        shadows.append((layer, shadow))
+        layerwise.restore_layer_on_meta(layer, shadow)
         for tensor in layerwise.get_layer_tensors(layer).values():
-            # An earlier reload leaves its wrapper on the loader, and that does nothing outside of a reload.
+            # A reload, under way or over, leaves its wrapper on the loader: outside of it that does nothing, and
+            # within it that would count what is traced as loaded.
             if hasattr(tensor, "weight_loader"):
+                loaders.append((tensor, tensor.weight_loader))
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
     try:
         yield
     finally:
-        for layer in layers:
-            info = layerwise.get_layerwise_info(layer)
-            layerwise._place_kernel_tensors(layer, info)
-            info.reset()
+        for tensor, loader in loaders:
+            tensor.weight_loader = loader
+        for layer, shadow in shadows:
+            layerwise._place_kernel_tensors(layer, shadow)
 
 
 def begin_reload(model: torch.nn.Module, config: VllmConfig) -> MoeKernels:

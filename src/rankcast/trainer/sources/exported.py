@@ -115,7 +115,8 @@ class ExportedShards:
                 table.add(shard, shard.memory.file.handle, shard.memory.offset, contiguous_strides(shard.box.sizes))
         self.rows = self._packed(packed, table)
         self.refresh()
-        self._storages = [_Remembered(tensor.untyped_storage()) for _, tensor in in_place]
+        storages = (tensor.untyped_storage() for _, tensor in in_place)
+        self._storages = [_Remembered(one) for one in {storage._cdata: storage for storage in storages}.values()]
         # Only now: sharing has itself moved them.
         self._addresses = self._source.addresses()
 
