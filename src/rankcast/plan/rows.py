@@ -34,7 +34,7 @@ class Targets:
 
     @property
     def digest(self) -> bytes:
-        return digest_columns((self.tensor, self.parameter, self.offset, self.strides, self.sizes))
+        return digest_columns((self.tensor, self.parameter, self.offset, self.strides, self.dtype, self.sizes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
