@@ -40,6 +40,8 @@ STRANGERS = frozenset({"trainer", "rollout"})
 WITHOUT_TORCH = FLOORS[0] | FLOORS[1]
 
 SURFACE = (
+    "Declared",
+    "DeclaredSource",
     "IterableSource",
     "ModuleSource",
     "Progress",

@@ -34,10 +34,20 @@ if TYPE_CHECKING:
     from rankcast.telemetry.report import PushReport
     from rankcast.topology import Worker
     from rankcast.trainer.connect import connect
-    from rankcast.trainer.sources import IterableSource, ModuleSource, SafetensorsSource, Weight, WeightSource
+    from rankcast.trainer.sources import (
+        Declared,
+        DeclaredSource,
+        IterableSource,
+        ModuleSource,
+        SafetensorsSource,
+        Weight,
+        WeightSource,
+    )
     from rankcast.trainer.sync import Sync
 
 _WHERE = {
+    "Declared": "rankcast.trainer.sources",
+    "DeclaredSource": "rankcast.trainer.sources",
     "IterableSource": "rankcast.trainer.sources",
     "ModuleSource": "rankcast.trainer.sources",
     "Progress": "rankcast.telemetry.progress",
@@ -54,6 +64,8 @@ _WHERE = {
 
 __all__ = [
     "AuthenticationError",
+    "Declared",
+    "DeclaredSource",
     "EngineError",
     "InstallError",
     "IterableSource",

@@ -112,7 +112,7 @@ class _Maker:
         if cuts is None:
             cuts = self._cuts[tp] = _cuts(tensors, self._grid, tp)
         kind = tensors.kind[rows]
-        within = np.maximum(tensors.expert[rows], 0) * cuts.expert_elements[kind]
+        within = np.maximum(tensors.expert[rows] - first_expert, 0) * cuts.expert_elements[kind]
         made = Destinations(
             rows.astype(np.int32),
             (self._bases[pp][tensors.layer[rows] + 1] + self._ordinals[kind]).astype(np.int32),
