@@ -22,6 +22,7 @@ from docs.surroundings import RANKCAST, Surroundings, train_step
 from fleets import environment
 from rankcast.cli import app
 from rankcast.engines.reference.layout import Layout
+from rankcast.engines.vllm.plugin import BACKEND
 from rankcast.topology import Worker
 from rankcast.wire.bodies import EntryBody, InitBody
 from rankcast.wire.codec import Codec, decode
@@ -83,6 +84,9 @@ def test_commands_run(block: Block, surroundings: Surroundings) -> None:
                 parsed(command, arguments)
                 if command not in LASTING:
                     run([command, *shlex.split(surroundings.fill(shlex.join(arguments)))])
+            case ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", _, "--weight-transfer-config", config]:
+                # The same is started in earnest by tests/vllm_engine.
+                assert json.loads(config) == {"backend": BACKEND}
             case ["pip", "install", "."]:
                 assert (ROOT / "pyproject.toml").is_file()
             case ["export", setting]:

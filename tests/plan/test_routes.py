@@ -265,6 +265,19 @@ def test_boxes_that_fit_together_without_being_a_grid_are_taken_as_they_are() ->
     assert sorted(plan.for_worker(0).origins.rank.tolist()) == [0, 1, 2, 3, 4]
 
 
+def test_a_box_of_part_of_them_finds_every_piece_it_meets_where_no_dimension_has_them_in_order() -> None:
+    boxes = [((0, 0), (3, 1)), ((0, 1), (1, 2)), ((1, 1), (2, 2))]  # by start: ends 3, 1, 3
+    rows = [
+        {"tensor": 0, "rank": i, "starts": starts, "sizes": sizes, "dtype": "int16"}
+        for i, (starts, sizes) in enumerate(boxes)
+    ]
+    row = {"tensor": 0, "parameter": 0, "starts": (2, 0), "sizes": (1, 3), "offset": 0, "strides": (3, 1)}
+    last = destinations_by_hand([{**row, "dtype": "int16"}], 2)
+    fleet = Fleet((last,), np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32))
+    plan = make_plan(whole_tensors([(3, 3)]), shards_of(rows, 2), fleet)
+    assert sorted(plan.for_worker(0).origins.rank.tolist()) == [0, 2]
+
+
 def test_a_tensor_whose_shards_overlap_in_too_many_ways_is_refused_by_name() -> None:
     manifest = whole_tensors([(9000,)])
     rows = [{"tensor": 0, "rank": 0, "starts": (i,), "sizes": (2,), "dtype": "int16"} for i in range(8000)]

@@ -193,7 +193,7 @@ def share(kind: Kind, ways: int, index: int, *, multiple: int = 1) -> range:
         return range(min(index * part, full), min((index + 1) * part, full))
     each = full // kind.units
     if kind.cut is Cut.KEY_VALUE_HEADS and ways > kind.units:
-        head = index % kind.units
+        head = index * kind.units // ways
         return range(head * each, (head + 1) * each)
     count = kind.units // ways
     return range(index * count * each, (index + 1) * count * each)
