@@ -5,6 +5,7 @@ It knows how a message is put together that a worker would take. What a test mak
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,6 +48,8 @@ class ByHand:
         self.connection = secrets.token_hex(16)
         self.session = secrets.token_hex(16)
         self.installs = installs
+        self.nonces: dict[str, str] = {}
+        self._counts = itertools.count(1)
 
     def __enter__(self) -> Self:
         return self
@@ -54,31 +57,51 @@ class ByHand:
     def __exit__(self, *_: object) -> None:
         self.segment.close()
 
-    def init(self) -> list[Report]:
+    def init_body(self, **changes: Any) -> Init:
         body = Init(
             request="r",
             report="",
             connection=self.connection,
+            count=next(self._counts),
             owner=self.owner,
             manifest=self.manifest,
             probe=self.segment.handle,
         )
-        return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
+        return msgspec.structs.replace(body, **changes)
 
-    def claim(self, lease_seconds: float = 60.0) -> list[Report]:
+    def claim_body(self, lease_seconds: float = 60.0, **changes: Any) -> Claim:
         body = Claim(
             request="r",
             report="",
             connection=self.connection,
+            count=next(self._counts),
+            nonces=dict(self.nonces),
             session=self.session,
             owner=self.owner,
             lease_seconds=lease_seconds,
         )
+        return msgspec.structs.replace(body, **changes)
+
+    def release_body(self, **changes: Any) -> Release:
+        body = Release(
+            request="r", report="", connection=self.connection, count=next(self._counts), owner=self.owner, settled=True
+        )
+        return msgspec.structs.replace(body, **changes)
+
+    def say(self, body: msgspec.Struct) -> list[Report]:
+        """One message of the init route to all of them."""
         return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
 
-    def release(self) -> list[Report]:
-        body = Release(request="r", report="", owner=self.owner)
-        return [receiver.handle("init", self.codec.seal(body)) for receiver in self.receivers]
+    def init(self, **changes: Any) -> list[Report]:
+        reports = self.say(self.init_body(**changes))
+        self.nonces = {str(report.worker.rank): report.nonce for report in reports}
+        return reports
+
+    def claim(self, lease_seconds: float = 60.0, **changes: Any) -> list[Report]:
+        return self.say(self.claim_body(lease_seconds, **changes))
+
+    def release(self, **changes: Any) -> list[Report]:
+        return self.say(self.release_body(**changes))
 
     def start(self) -> list[Report]:
         return [receiver.handle("start") for receiver in self.receivers]

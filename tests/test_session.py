@@ -46,6 +46,8 @@ class Against(RuleBasedStateMachine):
         self.holder: str | None = None
         self.until = 0.0
         self.completed = 0
+        self.orphaned = False
+        self.last: str | None = None
 
     def call(self, act: Callable[[], Any], allowed: bool | None) -> Any:
         """Make a call: refused ones must change nothing, and name why."""
@@ -75,9 +77,12 @@ class Against(RuleBasedStateMachine):
         ended = self.call(lambda: self.session.claim(f"session of {name}", owner(name), LEASE, self.now), allowed)
         if allowed:
             assert ended == self.open
+            if self.open or self.holder != name:
+                self._lose_holder()
             if self.open:
                 self._end()
-            self.holder, self.until = name, self.now + LEASE
+            self.holder = self.last = name
+            self.until = self.now + LEASE
             assert self.session.name == f"session of {name}"
 
     @rule(name=st.one_of(st.none(), st.sampled_from(list(LIVING))))
@@ -93,11 +98,25 @@ class Against(RuleBasedStateMachine):
         if self.holder is not None:
             self.until = self.now + LEASE
 
+    @rule(name=st.sampled_from(list(LIVING)), settled=st.booleans())
+    def release(self, name: str, settled: bool) -> None:
+        held = self.session.release(owner(name), settled=settled)
+        assert held == (self.holder == name and not self.open)
+        if held:
+            self._lose_holder()
+        if settled and self.last == name and self.holder is None:
+            self.orphaned = False
+
     @rule(name=st.sampled_from(list(LIVING)))
-    def release(self, name: str) -> None:
-        self.session.release(owner(name))
-        if self.holder == name and not self.open:
-            self.holder = None
+    def ask_for_an_init(self, name: str) -> None:
+        own = self.open and self.holder == name and self.until > self.now and LIVING[name]
+        self.call(lambda: self.session.check_init(owner(name), self.now), self._free_for(name) and not own)
+
+    @rule()
+    def forget_whoever_holds_it(self) -> None:
+        self.session.forget_holder()
+        if not self.open:
+            self._lose_holder()
 
     @rule()
     def start(self) -> None:
@@ -149,7 +168,7 @@ class Against(RuleBasedStateMachine):
     def abandon(self) -> None:
         self.session.abandon()
         self._end()
-        self.holder = None
+        self._lose_holder()
 
     @rule(name=st.sampled_from(["session of alice", "session of bob", "another"]))
     def check_session(self, name: str) -> None:
@@ -163,12 +182,19 @@ class Against(RuleBasedStateMachine):
     def _end(self) -> None:
         self.open, self.broken = False, not self.whole
 
+    def _lose_holder(self) -> None:
+        self.orphaned = self.orphaned or self.holder is not None
+        self.holder = None
+
     @invariant()
     def the_two_agree(self) -> None:
         assert self.session.is_open == self.open
         assert self.session.servable == self.whole
         assert self.session.generation == self.completed
         assert self.session.claimed == (self.holder is not None)
+        assert self.session.orphaned == self.orphaned
+        assert self.session.lapsed(self.now) == (self.holder is not None and self._free_for(None))
+        assert self.session.held_by_other(owner("bob")) == (self.holder not in (None, "bob"))
         if not self.open:
             assert self.session.state is (State.UNUSABLE if self.broken else State.IDLE)
         elif not self.prepared:
@@ -291,3 +317,32 @@ def test_restored_weights_serve_again(session: Session) -> None:
     session.restored()
     assert session.servable
     assert session.state is State.IDLE
+
+
+def test_only_the_last_owners_word_settles_what_a_claim_left(session: Session) -> None:
+    session.claim("s", owner("alice"), LEASE, 0.0)
+    session.start()
+    session.abandon()
+    assert session.orphaned, "its trainer may have died before it resumed"
+    session.claim("t", owner("bob"), LEASE, 0.0)
+    session.release(owner("alice"), settled=True)
+    assert session.orphaned
+    assert session.release(owner("bob"), settled=True)
+    assert not session.orphaned
+
+
+def test_a_release_that_settles_nothing_leaves_it_to_the_next_trainer(session: Session) -> None:
+    session.claim("s", owner("alice"), LEASE, 0.0)
+    assert session.release(owner("alice"), settled=False)
+    assert session.orphaned
+    assert not session.release(owner("alice"), settled=True), "there is no lease any more"
+    assert not session.orphaned
+
+
+@pytest.mark.parametrize("who", ["alice", "bob"])
+def test_an_init_does_not_end_a_session_that_is_alive(who: str, session: Session) -> None:
+    session.claim("s", owner("alice"), LEASE, 0.0)
+    session.start()
+    with pytest.raises(StateError if who == "alice" else LeaseError):
+        session.check_init(owner(who), 9.0)
+    session.check_init(owner(who), 10.0)

@@ -92,7 +92,7 @@ class InstallError(RankcastError):
     """The engine's own loader or post-processing failed while new weights were being written."""
 
     code = "install"
-    status = 500
+    status = 422
 
 
 class EngineError(RankcastError):
@@ -137,3 +137,13 @@ class PushError(RankcastError):
         super().__init__(message, tensor=tensor, worker=worker)
         self.faults = faults
         self.codes = codes
+
+
+def error_for(code: str) -> type[RankcastError]:
+    """The class whose errors travel as ``code``; a code that this version does not know gives the base class."""
+    return _BY_CODE.get(code, RankcastError)
+
+
+_BY_CODE: dict[str, type[RankcastError]] = {
+    kind.code: kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, RankcastError)
+}

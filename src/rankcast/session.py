@@ -32,7 +32,8 @@ class Session:
     """One worker's session state, from idle through start, prepare, installs and finish, back to idle.
 
     ``generation`` counts completed sessions. ``servable`` is False from the first write of a session until its weights
-    are complete, and after a failure.
+    are complete, and after a failure. ``orphaned`` is set when a claim ends in any other way than by its owner's word
+    that nothing is left paused (a settled release), and cleared by that word of the last owner.
     """
 
     def __init__(self, *, provably_dead: Callable[[ProcessIdentity], bool] = provably_dead) -> None:
@@ -44,7 +45,8 @@ class Session:
         self._installs = 0
         self._sequence = -1
         self._holder: Owner | None = None
-        self._unreleased = False
+        self.orphaned = False
+        self._last_owner = ""
         self._lease_until = 0.0
         self._lease_seconds = 0.0
 
@@ -72,22 +74,32 @@ class Session:
         holder = self._holder
         if holder is None or (owner is not None and holder.id == owner.id):
             return
-        left = self._lease_until - now
-        if left > 0 and not self._provably_dead(holder.process):
+        if not self.lapsed(now):
             raise LeaseError(
-                f"{holder.name} holds this fleet for {left:.0f} s more (or until it finishes): "
+                f"{holder.name} holds this fleet for {self._lease_until - now:.0f} s more (or until it finishes): "
                 "wait for it, or end that process"
             )
 
-    def left_behind(self, owner: Owner) -> bool:
-        """Whether somebody else than ``owner`` claimed the worker, or anybody completed a session, and never released.
+    def lapsed(self, now: float) -> bool:
+        """Whether there is a claim that anybody may set aside: its holder is dead, or its lease has run out."""
+        holder = self._holder
+        return holder is not None and (self._lease_until <= now or self._provably_dead(holder.process))
 
-        Whoever does neither publishes nor resumes what it may have paused.
-        """
-        return self._unreleased or (self._holder is not None and self._holder.id != owner.id)
+    def held_by_other(self, owner: Owner | None) -> bool:
+        """Whether there is a claim, alive or not, of somebody else than ``owner``."""
+        return self._holder is not None and (owner is None or self._holder.id != owner.id)
+
+    def check_init(self, owner: Owner, now: float) -> None:
+        """Raise ``LeaseError`` as ``check_lease`` does, ``StateError`` while ``owner`` itself has a session open."""
+        self.check_lease(owner, now)
+        holder = self._holder
+        if holder is None or not self.is_open or holder.id != owner.id:
+            return
+        if not self.lapsed(now):
+            raise StateError(f"init, but a session of {holder.name} is {self._state}: finish it or abort it first")
 
     def claim(self, session: str, owner: Owner, lease_seconds: float, now: float) -> bool:
-        """Take the lease for ``session``; returns whether a session left open by somebody else's death was ended.
+        """Take the lease for ``session``; returns whether a session that was left open was ended.
 
         ``now`` and ``lease_seconds`` are seconds of one clock. Raises ``LeaseError``.
         """
@@ -95,9 +107,11 @@ class Session:
         left_open = self.is_open
         if left_open:
             self.abandon()
+        elif self.held_by_other(owner):
+            self._drop_lease()
         self.name = session
-        self._unreleased = False
         self._holder = owner
+        self._last_owner = owner.id
         self._lease_seconds = lease_seconds
         self._lease_until = now + lease_seconds
         return left_open
@@ -106,16 +120,22 @@ class Session:
         """The owner was heard from."""
         self._lease_until = now + self._lease_seconds
 
-    def release(self, owner: Owner) -> None:
-        """Give the lease back, if it is ``owner``'s and no session is open under it."""
-        if self._holder is not None and self._holder.id == owner.id and not self.is_open:
-            self._unreleased = False
-            self._drop_lease()
-
     def forget_holder(self) -> None:
         """Drop a lease that nobody can claim any more (``check_lease`` said so), when no session is open under it."""
         if not self.is_open:
             self._drop_lease()
+
+    def release(self, owner: Owner, *, settled: bool) -> bool:
+        """Give the lease back, if it is ``owner``'s and no session is open under it; returns whether it was.
+
+        ``settled`` is its word that nothing is left paused; it counts until somebody else has claimed.
+        """
+        held = self._holder is not None and self._holder.id == owner.id and not self.is_open
+        if held:
+            self._drop_lease()
+        if settled and self._last_owner == owner.id and self._holder is None:
+            self.orphaned = False
+        return held
 
     # -- the life of a session -------------------------------------------------------------------------------------
 
@@ -190,7 +210,6 @@ class Session:
     def finished(self) -> None:
         """The weights are complete: the worker may serve again. The lease stays until its owner releases it."""
         self.generation += 1
-        self._unreleased = self.claimed
         self._whole = True
         self._state = State.IDLE
 
@@ -209,6 +228,7 @@ class Session:
         self._state = State.UNUSABLE
 
     def _drop_lease(self) -> None:
+        self.orphaned = self.orphaned or self._holder is not None
         self._holder = None
         self._lease_until = 0.0
         self.name = None

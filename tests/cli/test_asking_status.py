@@ -20,7 +20,7 @@ from rankcast.wire.reports import Fault
 
 def row(rank: int = 0, workers: int = 1, **fields: Any) -> WorkerStatus:
     usual = {"state": "idle", "servable": True, "generation": 1, "weight_version": "7"}
-    rest = {"connection": "", "plan_hash": "", "unsent": 0}
+    rest = {"attested_version": "", "connection": "", "plan_hash": "", "unsent": 0}
     return WorkerStatus(worker=Worker(engine="e" * 32, rank=rank, workers=workers), **{**usual, **rest, **fields})
 
 
@@ -54,6 +54,13 @@ def test_installed_is_not_published() -> None:
     fleet = conclude([engine(weight_version="6")])
     assert not fleet.mixed
     assert "not published" in fleet.problems[0]
+
+
+def test_weights_that_workers_attested_and_nobody_published_are_not_published() -> None:
+    fleet = conclude([engine(weight_version="7", workers=(row(attested_version="8", weight_version=""),))])
+    assert "'8' installed and calls it '7': not published" in fleet.problems[0]
+    without_a_name = conclude([engine(weight_version=None, workers=(row(attested_version="8", weight_version=""),))])
+    assert without_a_name.weight_version == ""
 
 
 def test_an_unusable_worker_is_named() -> None:

@@ -21,6 +21,7 @@ from rankcast.control import http
 from rankcast.control.client import CAPABILITIES, WeightSyncClient, capability
 from rankcast.control.http import HttpClient
 from rankcast.errors import EngineError, PayloadError
+from rankcast.wire.codec import MAC_HEADER, Codec
 
 JSON = st.recursive(
     st.none()
@@ -103,6 +104,27 @@ def test_list_and_dict_payloads_are_the_same_objects_after_the_round_trip(
     assert type(arrived) is type(payload)
     assert arrived == payload
     assert repr(arrived) == repr(payload)  # 1 and 1.0 and True, 0.0 and -0.0 differ here
+
+
+def test_a_client_that_signs_signs_each_order_with_its_route_query_and_body(engine: Any) -> None:
+    codec = Codec(b"secret")
+    engine.answers["/is_paused"] = answering(200, {"is_paused": True})
+    with HttpClient(
+        f"{engine.url}/behind/a/proxy", sign=codec.sign, headers={"Authorization": "Bearer key"}
+    ) as signing:
+        signing.pause("wait")
+        signing.resume()
+        signing.update_weight_version("17")
+    for (_, at, query, body), headers in zip(engine.received, engine.headers, strict=True):
+        route = at.removeprefix("/behind/a/proxy")
+        asked = f"{route}?mode=wait&clear_cache=true" if query else route
+        codec.check_signature(asked, body, headers[MAC_HEADER.lower()])
+        assert headers["authorization"] == "Bearer key"
+
+
+def test_a_client_without_a_secret_signs_nothing(engine: Any, client: HttpClient) -> None:
+    client.resume()
+    assert MAC_HEADER.lower() not in engine.headers[0]
 
 
 def test_all_calls_of_one_caller_go_over_one_kept_connection(engine: Any, client: HttpClient) -> None:

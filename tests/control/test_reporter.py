@@ -17,7 +17,7 @@ from rankcast.control.report_channel import ReportChannel
 from rankcast.control.reporter import KEPT_UNSENT, SEND_SECONDS, Reporter
 from rankcast.topology import Worker
 from rankcast.wire.codec import Codec
-from rankcast.wire.reports import Report
+from rankcast.wire.reports import Report, Touched
 
 Make = Callable[..., Report]
 
@@ -160,15 +160,21 @@ def test_a_server_in_trouble_is_asked_again_later(engine: Any, reporter: Reporte
     assert [b'sequence\\":1' in body for *_, body in engine.received] == [True, True, False]
 
 
-def test_a_report_over_the_limit_is_not_sent_at_all(
+def test_a_report_over_the_limit_arrives_without_its_columns_and_says_so(
     reporter: Reporter, make_report: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporter_module, "REPORT_LIMIT", 1000)
+    monkeypatch.setattr(reporter_module, "REPORT_LIMIT", 2000)
+    long = make_report(touched=Touched(tuple(range(1000)), ()), unreachable="x" * 500)
     with ReportChannel(Codec()) as channel:
-        assert reporter.send(channel.url, make_report(unreachable="x" * 1000)) is False
-        assert "limit of 1,000" in reporter.last_fault
+        assert reporter.send(channel.url, long) is True
+        arrived = channel.latest("e" * 32, 0)
+        assert arrived is not None
+        assert arrived.touched is None
+        assert (arrived.call, arrived.session, arrived.sequence) == (long.call, long.session, long.sequence)
+        assert [fault.code for fault in arrived.faults] == ["limit"]
+        assert "the limit is 2,000" in arrived.faults[0].message
         assert reporter.send(channel.url, make_report()) is True
-    assert (reporter.unsent, reporter.lost) == (0, 1)
+    assert (reporter.unsent, reporter.lost) == (0, 0)
 
 
 def test_a_report_of_a_megabyte_arrives_whole(reporter: Reporter, make_report: Make) -> None:

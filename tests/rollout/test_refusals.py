@@ -50,8 +50,8 @@ class Pushed:
     def forget_schedules(self) -> None:
         """Workers that hold no schedule are sent theirs whole."""
         for receiver in self.fleet.receivers:
-            assert receiver._connection is not None
-            receiver._connection._forget()
+            assert receiver._connections.current is not None
+            receiver._connections.current._forget()
 
     def close(self) -> None:
         self.sync.close()

@@ -143,6 +143,7 @@ def test_an_empty_entry_of_our_own_is_delivered_and_changes_nothing(small: Grid)
             assert codes(reports) == [()] * 4
             assert [(report.tensors, report.nbytes) for report in reports] == [(0, 0)] * 4
         assert codes(trainer.finish()) == [()] * 4
+        assert [report.attested_version for report in trainer.release(published=True)] == ["by hand"] * 4
     assert [receiver.weight_version for receiver in empty] == ["by hand"] * 4
     for receiver in empty:
         receiver.close()

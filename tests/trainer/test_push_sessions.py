@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,47 +11,10 @@ import pytest
 
 import rankcast
 from checkpoints import as_torch, tiny_config
-from fleets_inprocess import Failing, Fleet, Stream, WatchedClient
-from oracle import unique_weights
+from fleets_inprocess import Failing, Fleet, Stream
 from rankcast import PushError
 from rankcast.engines.reference.layout import Layout
-from rankcast.process import ProcessIdentity, host_id, pid_namespace, start_time
-from rankcast.trainer import connect as connecting
-from rankcast.wire.bodies import Owner
-
-CONFIG = tiny_config(num_hidden_layers=1, hidden_size=16, num_experts=4)
-OLD, NEW, NEXT = (unique_weights(CONFIG, step) for step in (1, 2, 3))
-LAYOUT = Layout(tp=2)
-
-Log = list[tuple[str, str]]
-
-
-def connect(target: Any, source: Any, **options: Any) -> rankcast.Sync:
-    return rankcast.connect(target, source, **{"timeout": 20, "bucket_bytes": 8192, **options})
-
-
-class Two:
-    """Two engines with one log of what both are asked."""
-
-    def __init__(self, installer: Any = None) -> None:
-        self.log: Log = []
-        self.fleets = [Fleet(CONFIG, LAYOUT, installer=installer) for _ in range(2)]
-        self.clients = [
-            WatchedClient(fleet.receivers, name=f"engine {index}", log=self.log)
-            for index, fleet in enumerate(self.fleets)
-        ]
-        for fleet in self.fleets:
-            fleet.load(OLD)
-
-    def close(self) -> None:
-        for fleet in self.fleets:
-            fleet.close()
-
-    def differences(self, weights: Any) -> list[str]:
-        return [line for fleet in self.fleets for line in fleet.differences(weights)]
-
-    def places(self, call: str) -> list[int]:
-        return [at for at, (_, what) in enumerate(self.log) if what == call]
+from trainer.two_engines import CONFIG, LAYOUT, NEW, NEXT, OLD, Mortal, Two, connect, connect_as, silence
 
 
 @pytest.fixture
@@ -270,39 +231,34 @@ def test_a_push_that_was_refused_by_a_lease_does_not_end_the_holders_session(two
         assert two.differences(NEW) == []
 
 
-def dead_process() -> ProcessIdentity:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = start_time(child.pid)
-    assert started is not None
-    child.kill()
-    child.communicate()
-    return ProcessIdentity(host_id(), pid_namespace(), child.pid, started)
+@pytest.fixture
+def mortal() -> Iterator[Mortal]:
+    made = Mortal()
+    yield made
+    made.kill()
 
 
 @pytest.mark.parametrize("at", ["claim answered", "prepare answered", "install answered"])
-def test_a_trainer_that_died_is_taken_over_at_once(at: str, two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_died_is_taken_over_at_once(
+    at: str, two: Two, mortal: Mortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The dead trainer's session is found open, ended, and the fleet resumed by the one that takes over."""
-    with monkeypatch.context() as patch:
-        patch.setattr(connecting, "_owner", lambda: Owner("d" * 32, dead_process(), "the trainer that died"))
-        gone = connect(two.clients, Stream(as_torch(NEXT)), timeout=300)
+    gone = connect_as(mortal, monkeypatch, two.clients, Stream(as_torch(NEXT)))
     call = at.removesuffix(" answered")
-    after = {"claim": "start", "prepare": "install", "install": "finish"}[call]
-    # From here on it says nothing more, not even that it gives up: as if it had been killed.
-    for client in two.clients:
-        client.fail[after] = ConnectionError("killed")
-        client.fail["abort"] = client.fail["resume"] = ConnectionError("killed")
+    silence(two.clients, {"claim": "start", "prepare": "install", "install": "finish"}[call])
     with pytest.raises(rankcast.RankcastError):
         gone.push("half")
     for client in two.clients:
         client.fail.clear()
     assert any(receiver._session.claimed for fleet in two.fleets for receiver in fleet.receivers)
     assert [client.paused for client in two.clients] == [True, True]
+    mortal.kill()
     with connect(two.clients, Stream(as_torch(NEW))) as sync:
         sync.push("2")
         assert two.differences(NEW) == []
         assert [client.weight_version for client in two.clients] == ["2", "2"]
-    for client in two.clients:
-        client.fail["release"] = ConnectionError("killed")
+        assert [client.paused for client in two.clients] == [False, False]
+    silence(two.clients)
     gone.close()
 
 
@@ -314,7 +270,7 @@ def test_the_lease_is_free_after_every_push_and_after_close(two: Two) -> None:
         with pytest.raises(PushError):
             sync.push("3")
         assert not any(receiver._session.claimed for fleet in two.fleets for receiver in fleet.receivers)
-    assert all(receiver._connection is None for fleet in two.fleets for receiver in fleet.receivers)
+    assert all(receiver._connections.current is None for fleet in two.fleets for receiver in fleet.receivers)
 
 
 # -- restarts --------------------------------------------------------------------------------------------------------
@@ -349,9 +305,8 @@ def test_one_worker_that_lost_its_memory_is_met_again(two: Two) -> None:
     with connect(two.clients, Stream(as_torch(NEW))) as sync:
         sync.push("2")
         receiver = two.fleets[1].receivers[1]
-        assert receiver._connection is not None
-        receiver._connection.close()
-        receiver._connection = None
+        assert receiver._connections.current is not None
+        receiver._connections.close()
         two.log.clear()
         sync.push("3")
         assert two.differences(NEW) == []

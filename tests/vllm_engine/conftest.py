@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import rankcast
 from vllm_engine import inprocess
 from vllm_engine.models import write_model
 from vllm_engine.servers import TP1, TP2, TP2_EP, Generated, Layout, VllmServer, started_server
@@ -86,3 +87,21 @@ def bench(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[
         at_b = Reference(server.digests(), server.probe())
     with started_server(a, layout) as server:
         yield Bench(server, layout, a, b, Reference(server.digests(), server.probe()), at_b)
+
+
+@pytest.fixture(autouse=True)
+def _serves_a_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test leaves the server as it likes; the next one finds it on A and running."""
+    if "bench" not in request.fixturenames:
+        yield
+        return
+    bench: Bench = request.getfixturevalue("bench")
+    yield
+    server = bench.server
+    if any(one["active"] for one in server.flags()):
+        server.post("/init_weight_transfer_engine", {"init_info": {}})
+    if server.digests() != bench.at_a.digests:
+        with rankcast.connect(server.url, bench.a, timeout=60) as sync:
+            sync.push(weight_version="a")
+    if server.get("/is_paused")["is_paused"]:
+        assert server.post("/resume").status_code == 200

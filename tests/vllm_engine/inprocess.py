@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from vllm_engine.servers import PROMPTS, Generated, Layout, environment_of
+from vllm_engine.servers import PROMPTS, TP1, Generated, Layout, environment_of
+
+#: The engine core lives in this process as well, and says no more than it must.
+_HERE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextlib.contextmanager
 def started_llm(
-    checkpoint: Path, layout: Layout = Layout(), *, backend: str | None = "rankcast", **options: Any
+    checkpoint: Path, layout: Layout = TP1, *, backend: str | None = "rankcast", **options: Any
 ) -> Iterator[Any]:
     """A ``vllm.LLM`` of ``checkpoint`` with its engine core in this process; ``options`` go to it."""
-    os.environ.update(environment_of(layout.patches))
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    set_num_threads = torch.set_num_threads
-    try:
+    with tempfile.TemporaryDirectory(prefix="vt-") as room, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**environment_of(layout.patches), **_HERE, "TMPDIR": room}.items():
+            patch.setenv(name, value)
+        patch.setattr(tempfile, "tempdir", room)  # vLLM leaves files there when it ends
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # and replaces this for the whole process
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -54,8 +59,6 @@ def started_llm(
             del llm
             end()
             gc.collect()
-    finally:
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it for the whole process
 
 
 def digests(llm: Any) -> list[dict[str, str]]:

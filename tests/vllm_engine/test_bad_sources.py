@@ -91,7 +91,7 @@ def test_a_stream_that_ends_early_leaves_a_paused_server_and_a_way_on(bench: Ben
         weights = list(weights_of("moe", "b").items())
         yield from weights if len(passes) == 1 else weights[:-3]
 
-    with rankcast.connect(bench.server.url, stream, bucket_bytes=150_000, timeout=60) as sync:
+    with rankcast.connect(bench.server.url, stream, mode="ranklocal", bucket_bytes=150_000, timeout=60) as sync:
         with pytest.raises(rankcast.RankcastError) as failure:
             sync.push(weight_version="half")
     assert "push again" in str(failure.value)
@@ -103,4 +103,3 @@ def test_a_stream_that_ends_early_leaves_a_paused_server_and_a_way_on(bench: Ben
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.get("/is_paused") == {"is_paused": False}
     assert bench.server.probe() == bench.at_b.said
-    push(bench, bench.a)

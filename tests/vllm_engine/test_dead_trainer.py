@@ -12,7 +12,7 @@ import pytest
 
 from fleets import environment
 from vllm_engine.conftest import Bench
-from vllm_engine.servers import PROMPTS, TP1, TP2
+from vllm_engine.servers import TP1, TP2
 from vllm_engine.test_faults import IDLE, flags, refused
 from vllm_engine.test_pausing import LONG, long_request
 from vllm_engine.test_servers import command, push
@@ -25,9 +25,9 @@ pytestmark = [
 TRAINER = Path(__file__).with_name("dying_trainer.py")
 
 
-def killed_trainer(bench: Bench) -> None:
+def killed_trainer(bench: Bench, number: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(TRAINER), bench.server.url, str(bench.b), "install"],
+        [sys.executable, str(TRAINER), bench.server.url, str(bench.b), str(number)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -39,7 +39,7 @@ def killed_trainer(bench: Bench) -> None:
 
 def test_the_next_trainer_ends_what_a_killed_one_left_open(bench: Bench) -> None:
     with long_request(bench.server) as answer:
-        killed_trainer(bench)
+        killed_trainer(bench, 2)
         assert bench.server.get("/is_paused") == {"is_paused": True}
         states = bench.server.flags()
         assert all(one["active"] and not one["servable"] for one in states), states
@@ -53,12 +53,18 @@ def test_the_next_trainer_ends_what_a_killed_one_left_open(bench: Bench) -> None
     assert flags(bench.server) == [IDLE] * bench.layout.tp
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said
-    push(bench, bench.a)
-    assert bench.server.generate(PROMPTS[0]) == bench.at_a.said[0]
+
+
+def test_a_trainer_killed_before_its_first_round_is_known_to_be_written_leaves_no_doubt(bench: Bench) -> None:
+    killed_trainer(bench, 0)
+    push(bench, bench.b)
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.get("/is_paused") == {"is_paused": False}
+    assert bench.server.probe() == bench.at_b.said
 
 
 def test_a_client_without_a_session_can_end_what_a_killed_trainer_left_open(bench: Bench) -> None:
-    killed_trainer(bench)
+    killed_trainer(bench, 2)
     assert bench.server.post("/init_weight_transfer_engine", {"init_info": {}}).status_code == 200
     states = flags(bench.server)
     assert all(one == {**IDLE, "state": "unusable", "servable": False} for one in states), states

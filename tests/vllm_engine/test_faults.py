@@ -172,11 +172,10 @@ def beyond_the_segment(room: Room) -> str:
     return room.update(entry)
 
 
-def a_segment_that_is_gone(room: Room) -> str:
+def a_segment_that_is_not_there(room: Room) -> str:
     room.start()
     entry = room.b.entry()
-    with shared_source("moe", "b") as other:
-        entry["segments"] = [other.handle]
+    entry["segments"] = [{**room.b.handle, "descriptor": 10**6}]
     return room.update(entry)
 
 
@@ -209,13 +208,13 @@ BEFORE_A_WRITE: list[tuple[Fault, str]] = [
     (list_too_long, "a list payload has 3 entries"),
     (list_too_short, "a list payload has 0 entries"),
     (list_of_something_else, "dict"),
-    (nothing_of_an_entry, "names"),
+    (nothing_of_an_entry, "malformed"),
     (another_dtype_label, KEYS),
     (another_shape, KEYS),
     (unknown_names_only, "model.layers.7.self_attn.k_proj.weight"),
     (uneven_columns, "shapes"),
     (beyond_the_segment, "segment"),
-    (a_segment_that_is_gone, "its owner closed it"),
+    (a_segment_that_is_not_there, "its owner closed it"),
     (the_same_name_twice, KEYS),
     (an_entry_of_nobodys_session, "protocol"),
     (another_protocol, "protocol"),
@@ -335,4 +334,3 @@ def test_nothing_starts_while_requests_may_run(bench: Bench) -> None:
     assert bench.server.probe() == bench.at_a.said
     push(bench, bench.b)
     assert bench.server.digests() == bench.at_b.digests
-    push(bench, bench.a)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -66,13 +67,13 @@ class Asking:
                 return
             self.answered += 1
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(120)
+        self._thread.join(60)
 
 
 def test_twenty_pushes_under_load_leave_nothing_behind(bench: Bench) -> None:

@@ -23,7 +23,7 @@ ON_TP1_AND_TP2 = pytest.mark.parametrize(
 
 
 def push(bench: Bench, checkpoint: Path, **options: Any) -> rankcast.PushReport:
-    with rankcast.connect(bench.server.url, checkpoint, timeout=60, **options) as sync:
+    with rankcast.connect(bench.server.url, checkpoint, timeout=60, **{"mode": "ranklocal", **options}) as sync:
         return sync.push(weight_version=checkpoint.name)
 
 
@@ -46,7 +46,14 @@ def test_two_servers_on_two_checkpoints_differ(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "bucket"), [("ranklocal", 140_000), ("ranklocal", 64 * 2**20), ("broadcast", 300_000), ("auto", 10**6)]
+    ("mode", "bucket"),
+    [
+        ("ranklocal", 140_000),
+        ("ranklocal", 64 * 2**20),
+        ("broadcast", 300_000),
+        ("direct", 10**6),
+        ("auto", 10**6),
+    ],
 )
 def test_a_push_leaves_what_a_fresh_server_holds_and_says(bench: Bench, mode: str, bucket: int) -> None:
     report = push(bench, bench.b, mode=mode, bucket_bytes=bucket)
@@ -60,8 +67,9 @@ def test_a_push_leaves_what_a_fresh_server_holds_and_says(bench: Bench, mode: st
     assert bench.server.probe() == bench.at_a.said
 
 
-def test_one_connection_pushes_again_and_again(bench: Bench) -> None:
-    with rankcast.connect(bench.server.url, bench.b, bucket_bytes=200_000, timeout=60) as sync:
+@pytest.mark.parametrize("mode", ["ranklocal", "direct"])
+def test_one_connection_pushes_again_and_again(bench: Bench, mode: str) -> None:
+    with rankcast.connect(bench.server.url, bench.b, mode=mode, bucket_bytes=200_000, timeout=60) as sync:
         sync.push(weight_version="one")
         assert bench.server.digests() == bench.at_b.digests
         push(bench, bench.a)
@@ -69,7 +77,6 @@ def test_one_connection_pushes_again_and_again(bench: Bench) -> None:
         assert bench.server.digests() == bench.at_b.digests
         sync.push(weight_version="three")
     assert bench.server.probe() == bench.at_b.said
-    push(bench, bench.a)
 
 
 def test_rank_local_entries_spare_each_worker_what_it_does_not_keep(bench: Bench) -> None:
@@ -120,4 +127,3 @@ def test_the_command_line_pushes_a_checkpoint_and_says_how_it_is(bench: Bench) -
     assert done.returncode == 0, done.stderr
     assert "by hand" in done.stderr
     assert "not paused" in done.stderr
-    push(bench, bench.a)

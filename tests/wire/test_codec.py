@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ def of_type(hint: Any) -> st.SearchStrategy[Any]:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return st.lists(of_type(arguments[0]), max_size=3).map(tuple)
         return st.tuples(*(of_type(argument) for argument in arguments))
+    if origin is Mapping:
+        return st.dictionaries(*(of_type(argument) for argument in arguments), max_size=3)
     if hint is Worker:
         return workers()
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):

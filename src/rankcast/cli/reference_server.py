@@ -48,7 +48,6 @@ def reference_server(
         }
         print(json_text.dumps(facts) if json else url, file=sys.stdout, flush=True)
 
-    secret = find_secret()
     serve(
         checkpoint,
         tp=tp,
@@ -57,6 +56,6 @@ def reference_server(
         expert_parallel=expert_parallel,
         host=host,
         port=port,
-        secret=None if secret is None else secret.decode(),
+        secret=find_secret(),
         ready=ready,
     )

@@ -68,7 +68,7 @@ def _show(fleet: FleetStatus) -> None:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for name in ("worker", "dp", "pp", "tp", "ep", "pid"):
             table.add_column(name, justify="right")
-        for name in ("device", "state", "servable", "version", "generation", "schedule"):
+        for name in ("device", "state", "servable", "published", "installed", "generation", "plan"):
             table.add_column(name, overflow="fold")
         for row in engine.workers:
             who = row.worker
@@ -79,6 +79,7 @@ def _show(fleet: FleetStatus) -> None:
                 row.state,
                 "yes" if row.servable else "NO",
                 row.weight_version or "-",
+                row.attested_version or "-",
                 str(row.generation),
                 row.plan_hash[:12] or "-",
                 style=None if row.servable else "red",

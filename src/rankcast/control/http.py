@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,6 +19,7 @@ from rankcast.control.addresses import engine_url, is_loopback, shown_url
 from rankcast.control.client import Payload
 from rankcast.control.said import said
 from rankcast.errors import EngineError, PayloadError
+from rankcast.wire.codec import MAC_HEADER
 
 #: The longest reply that is read, in bytes: checksums of a large model take some MB.
 REPLY_LIMIT = 64 * 2**20
@@ -33,14 +34,22 @@ V = TypeVar("V")
 class HttpClient:
     """A ``WeightSyncClient`` over HTTP, with every optional call, on one kept connection per concurrent caller.
 
-    ``timeout`` is how many seconds an engine may take to answer a call. ``headers`` go with every request. Proxies of
+    ``timeout`` is how many seconds an engine may take to answer a call. ``headers`` go with every request. ``sign``
+    makes the MAC of a route and a body (``Codec.sign``), which then goes with every POST as ``X-Rankcast-Mac``: the
+    embedded server asks for it where it has a secret, other engines pass over it. Proxies of
     the environment are used for engines elsewhere, never for loopback. Every failure is an ``EngineError`` that names
     the URL, the call, and what the engine said; after one, the next call connects anew. A payload that JSON cannot
     carry is a ``PayloadError``. ``requests`` and ``request_bytes`` count what was sent, bodies only. Thread-safe.
     """
 
     def __init__(
-        self, url: str, *, headers: Mapping[str, str] | None = None, tls_verify: bool = True, timeout: float = 300.0
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        tls_verify: bool = True,
+        timeout: float = 300.0,
+        sign: Callable[[str, bytes], str] | None = None,
     ) -> None:
         base = engine_url(url)
         self.url = shown_url(base)
@@ -49,6 +58,7 @@ class HttpClient:
         self.request_bytes = 0
         self._counting = threading.Lock()
         self._base = base
+        self._sign = sign
         self._client = httpx.Client(
             headers=dict(headers or {}),
             # Building a trust store takes longer than a call on loopback, and plain http has no use for one.
@@ -154,12 +164,17 @@ class HttpClient:
     def _call(
         self, method: str, route: str, *, content: bytes | None = None, query: dict[str, str] | None = None
     ) -> bytes:
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        if self._sign is not None and method == "POST":
+            # As the engine sees it: what a proxy on the way puts before the route is not signed.
+            asked = f"{route}?{httpx.QueryParams(query)}" if query else route
+            headers[MAC_HEADER] = self._sign(asked, content or b"")
         request = self._client.build_request(
             method,
             self._base.copy_with(path=self._base.path.rstrip("/") + route),
             content=content,
             params=query,
-            headers={} if content is None else {"Content-Type": "application/json"},
+            headers=headers,
         )
         with self._counting:
             self.requests += 1

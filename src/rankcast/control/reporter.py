@@ -19,7 +19,7 @@ from rankcast.control.addresses import is_loopback
 from rankcast.control.said import said
 from rankcast.errors import LimitError
 from rankcast.wire.codec import Codec
-from rankcast.wire.reports import Report
+from rankcast.wire.reports import Fault, Report
 
 #: How long one ``send`` may take in all, in seconds.
 SEND_SECONDS = 5.0
@@ -28,6 +28,7 @@ KEPT_UNSENT = 64
 #: The longest report that a channel reads, in bytes. Which of 100,000 tensors a loader touches takes about 1 MB.
 REPORT_LIMIT = 16 * 2**20
 _PART = 65536
+_KEPT_TEXT = 1000
 
 _log = logging.getLogger(__name__)
 
@@ -57,13 +58,14 @@ class Reporter:
     def send(self, url: str, report: Report) -> bool:
         """Post ``report`` to ``url``, after those that wait for the same URL; returns whether it arrived.
 
-        Takes at most 5 s and never raises. A report that did not arrive is kept, unless the channel refused it.
+        Takes at most 5 s and never raises. A report that did not arrive is kept, unless the channel refused it. One
+        that is longer than a channel reads is sent without its columns, and says so in a fault.
         """
         deadline = time.monotonic() + self._seconds
         try:
             data = msgspec.json.encode(self._codec.seal(report))
             if len(data) > REPORT_LIMIT:  # kept, it would stand before all that follow and never arrive
-                raise LimitError(f"a report of {len(data):,} bytes is over the limit of {REPORT_LIMIT:,}")
+                data = msgspec.json.encode(self._codec.seal(_shortened(report, len(data))))
             if not self._sending.acquire(timeout=self._seconds):
                 self.last_fault = f"another report was still being sent after {self._seconds:g} s"
                 self._keep(url, data)
@@ -163,6 +165,17 @@ class Reporter:
             self._client = httpx.Client(trust_env=reach[0], verify=reach[1], limits=limits)
             self._reach = reach
         return self._client
+
+
+def _shortened(report: Report, size: int) -> Report:
+    """``report`` without what makes it long, and with the fault that it is."""
+    fault = LimitError(
+        f"the report of {report.worker.label} about {report.call} has {size:,} bytes, the limit is {REPORT_LIMIT:,}: "
+        "connect with fewer tensors, or in mode 'ranklocal', which asks for no boxes"
+    )
+    return msgspec.structs.replace(
+        report, faults=(Fault.of(fault),), touched=None, wanted=None, unreachable=report.unreachable[:_KEPT_TEXT]
+    )
 
 
 def _parts(data: bytes, deadline: float) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,13 +31,17 @@ from rankcast.wire.reports import Fault, Report
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one worker is, as it says itself; the fields are those of ``Report``."""
+    """How one worker is, as it says itself; the fields are those of ``Report``.
+
+    ``attested_version`` is what its weights were installed as, ``weight_version`` the name that was published.
+    """
 
     worker: Worker
     state: str
     servable: bool
     generation: int
     weight_version: str
+    attested_version: str
     connection: str
     plan_hash: str
     unsent: int
@@ -59,10 +63,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_versions(self) -> dict[str, list[int]]:
-        """The versions that workers name, each with their ranks; empty for weights that were never pushed."""
+        """The versions that workers hold, each with their ranks; empty for weights that were never pushed."""
+        return self._by(lambda row: row.attested_version or row.weight_version)
+
+    def _by(self, version: Callable[[WorkerStatus], str]) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for row in self.workers:
-            found.setdefault(row.weight_version, []).append(row.worker.rank)
+            found.setdefault(version(row), []).append(row.worker.rank)
         return found
 
     @property
@@ -70,7 +77,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         """What this engine's answers are labelled with; without a name of its own, what its workers agree on."""
         if self.weight_version is not None or not self.reachable:
             return self.weight_version
-        return next(iter(self.worker_versions)) if len(self.worker_versions) == 1 else None
+        published = self._by(lambda row: row.weight_version)
+        return next(iter(published)) if len(published) == 1 else None
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +215,7 @@ def _ask(where: str, client: WeightSyncClient, channel: ReportChannel | Rankcast
         else:
             faults.append(Fault.of(channel))
     except Exception as error:
-        faults.append(_fault(error))
+        faults.append(Fault.of(error, other="engine"))
         reachable = not _is_silence(error)
     try:
         # An engine that did not answer once need not be waited for three times.
@@ -215,7 +223,7 @@ def _ask(where: str, client: WeightSyncClient, channel: ReportChannel | Rankcast
             version = _version(_optional(client, "weight_info"))
             paused = _optional(client, "is_paused")
     except Exception as error:
-        faults.append(_fault(error))
+        faults.append(Fault.of(error, other="engine"))
         reachable = not _is_silence(error)
     return EngineStatus(
         where=where,
@@ -256,10 +264,6 @@ def _version(info: Any) -> str | None:
 
 def _row(report: Report) -> WorkerStatus:
     return WorkerStatus(**{name: getattr(report, name) for name in WorkerStatus.__struct_fields__})
-
-
-def _fault(error: Exception) -> Fault:
-    return Fault.of(error) if isinstance(error, RankcastError) else Fault("engine", f"{type(error).__name__}: {error}")
 
 
 def _is_silence(error: Exception) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rankcast.rollout.connection import Connection
 from rankcast.session import Session
 from rankcast.topology import Worker
 from rankcast.wire.reports import Fault, Report, Touched, Wanted
@@ -14,7 +15,11 @@ from rankcast.wire.reports import Fault, Report, Touched, Wanted
 
 @dataclasses.dataclass
 class Answer:
-    """Filled in as a call goes on; ``url`` is where the report goes, empty when nobody listens."""
+    """Filled in as a call goes on; ``url`` is where the report goes, empty when nobody listens.
+
+    ``raises`` says that whoever called is not, or may not be, who listens there: it must hear of a fault itself.
+    ``stranger`` says that the call was for a connection that this worker does not know.
+    """
 
     call: str
     url: str = ""
@@ -24,6 +29,8 @@ class Answer:
     faults: list[Fault] = dataclasses.field(default_factory=list)
     repeated: bool = False
     ended: bool = False
+    raises: bool = False
+    stranger: bool = False
     tensors: int = 0
     nbytes: int = 0
     opened: bool | None = None
@@ -37,12 +44,14 @@ class Answer:
         session: Session,
         *,
         weight_version: str,
-        connection: str,
-        plan_hash: str,
+        attested_version: str,
+        connection: Connection | None,
         seconds: float,
         unsent: int,
     ) -> Report:
         """The report of this call, with the worker's state as it is now."""
+        if self.stranger:
+            connection = None
         return Report(
             request=self.request,
             session=self.session,
@@ -52,12 +61,15 @@ class Answer:
             state=str(session.state),
             servable=session.servable,
             generation=session.generation,
-            weight_version=weight_version,
-            connection=connection,
-            plan_hash=plan_hash,
+            weight_version=weight_version if session.servable else "",
+            attested_version=attested_version if session.servable else "",
+            connection=connection.name if connection is not None else "",
+            nonce=connection.nonce if connection is not None else "",
+            plan_hash=connection.plan_hash if connection is not None else "",
             faults=tuple(self.faults),
             repeated=self.repeated,
             ended=self.ended,
+            orphaned=session.orphaned,
             tensors=self.tensors,
             nbytes=self.nbytes,
             seconds=seconds,

@@ -49,7 +49,7 @@ class BareSession:
         self._delivered.update((row.name, row) for row in entry.manifest().rows())
 
     def check_complete(self, *, whole: bool) -> None:
-        """Raise ``ManifestError`` when what was delivered leaves a parameter partly new.
+        """Raise ``ManifestError`` when what was delivered leaves a parameter partly new, or wrote one twice.
 
         Nothing at all is fine, unless the weights are not ``whole`` since an earlier update failed: ``StateError``.
         """
@@ -58,7 +58,9 @@ class BareSession:
                 "finish, but nothing came and an earlier update left the weights incomplete: send them all"
             )
         if self._delivered:
-            Scope(Manifest.of(self._delivered.values()), self._installer).check_complete()
+            scope = Scope(Manifest.of(self._delivered.values()), self._installer)
+            scope.check_overlaps()
+            scope.check_complete()
 
     def close(self) -> None:
         self._segments.close()

@@ -7,6 +7,7 @@ numbers or who holds the lease. Keeping these is what makes a second push send n
 from __future__ import annotations
 
 import dataclasses
+import secrets
 
 from rankcast.errors import LocationError, PayloadError, RankcastError, StateError
 from rankcast.manifest import Manifest
@@ -47,7 +48,10 @@ class Connection:
         """
         manifest.check()
         self.name = name
+        #: Drawn for this connection alone: what was recorded of an earlier one of the same name is worth nothing.
+        self.nonce = secrets.token_hex(16)
         self._scope = Scope(manifest, installer, casts=casts)
+        self._scope.check_overlaps()
         self._segments = Segments()
         self._prepared: Prepared | None = None
 
@@ -86,10 +90,7 @@ class Connection:
         Raises the error of the first thing that is wrong; then nothing of an earlier session is kept either.
         """
         if body.handles is None:
-            if self._prepared is None or (body.plan_hash, body.installs) != (
-                self._prepared.hash,
-                self._prepared.installs,
-            ):
+            if self._prepared is None or not self.holds(body):
                 held = self.plan_hash[:8] or "none"
                 raise StateError(
                     f"plan {body.plan_hash[:8]} is not known here (this worker holds {held}): send it whole"
@@ -108,11 +109,16 @@ class Connection:
         try:
             opened = self._segments.use(body.handles)
             delivery = Delivery(body.schedule, opened, turns)
-            program = CopyProgram(body.program, opened) if body.program is not None else None
+            program = self._scope.program(body.program, opened) if body.program is not None else None
         except LocationError:
             self._forget()
             raise
         self._prepared = Prepared(body.plan_hash, body.handles, body.installs, program, delivery)
+
+    def holds(self, body: Prepare) -> bool:
+        """Whether ``body`` is what was prepared last, by its plan."""
+        held = self._prepared
+        return held is not None and (held.hash, held.installs) == (body.plan_hash, body.installs)
 
     def verify(self) -> None:
         """Compare every open segment with its record once more; raises ``LocationError``."""
@@ -125,5 +131,9 @@ class Connection:
 
     def close(self) -> None:
         """Unmap every segment."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Unmap every segment; the connection goes on, and what is prepared next has to be sent whole."""
         self._forget()
         self._segments.close()

@@ -13,7 +13,7 @@ import torch
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import Manifest
-from rankcast.rollout.program import BoundProgram, CopyProgram
+from rankcast.rollout.program import CopyProgram
 from rankcast.trace.record import Trace, trace_loader
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -36,6 +36,9 @@ class Installer(Protocol):
     def required(self) -> frozenset[str]:
         """The destinations that a complete update fills."""
 
+    def persistent_buffers(self) -> frozenset[str]:
+        """The destinations that a checkpoint may fill and need not; those it does not are reported."""
+
     def may_ignore(self, name: str) -> bool:
         """Whether the engine passes over checkpoint tensor ``name`` on purpose (a tied head, for one)."""
 
@@ -52,6 +55,16 @@ class Installer(Protocol):
     def finish(self) -> None: ...
 
     def abandon(self) -> None: ...
+
+
+def persistent_buffers(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the buffers that belong to ``model``'s state, and so to a checkpoint of it."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
 
 
 class LoaderInstaller:
@@ -71,13 +84,15 @@ class LoaderInstaller:
         self._model = model
         self._load_weights = load_weights or getattr(model, "load_weights", None) or self._load_by_name
         self._may_ignore = may_ignore
-        self._bound: tuple[CopyProgram, tuple[int, ...], BoundProgram] | None = None
 
     def trace(self, manifest: Manifest) -> Trace:
         return trace_loader(self._load_weights, self._destinations(), manifest)
 
     def required(self) -> frozenset[str]:
         return frozenset(name for name, _ in self._model.named_parameters())
+
+    def persistent_buffers(self) -> frozenset[str]:
+        return persistent_buffers(self._model)
 
     def may_ignore(self, name: str) -> bool:
         return self._may_ignore is not None and self._may_ignore(name)
@@ -93,12 +108,8 @@ class LoaderInstaller:
             self._load_weights(iter(weights))
 
     def copy(self, program: CopyProgram) -> None:
-        targets = {name: tensor for name, tensor in self._destinations().items() if program.writes(name)}
-        # A parameter whose storage was replaced since must not leave the program writing to memory that nobody reads.
-        where = tuple(tensor.data_ptr() for tensor in targets.values())
-        if self._bound is None or self._bound[0] is not program or self._bound[1] != where:
-            self._bound = (program, where, program.bind(targets))
-        self._bound[2].run()
+        live = self._destinations()
+        program.run({name: tensor for name, tensor in live.items() if program.writes(name) or program.fills(name)})
 
     def finish(self) -> None:
         """Nothing to post-process."""

@@ -13,8 +13,10 @@ import torch
 
 from rankcast.errors import ManifestError, PayloadError
 from rankcast.geometry import Box, box_of_view, extent
-from rankcast.manifest import DTYPES, canonical_dtype, listed
+from rankcast.manifest import DTYPES, Manifest, canonical_dtype, listed
 from rankcast.rollout.file_reads import FileRead
+from rankcast.rollout.padding import Padding
+from rankcast.trace.dtypes import dtype_name, torch_dtype
 from rankcast.transports.file import OpenedFile
 from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
@@ -67,15 +69,26 @@ def boxes_of(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 class CopyProgram:
-    """The sources of one program, opened; bound to destinations whenever these are there."""
+    """The sources of one program, opened; bound to destinations whenever these are there.
 
-    def __init__(self, program: Program, opened: Sequence[Opened]) -> None:
+    ``destinations`` are the worker's parameters as they were traced, and ``padding`` the constants that its loader
+    writes beside tensors.
+    """
+
+    def __init__(
+        self, program: Program, opened: Sequence[Opened], destinations: Manifest, padding: Sequence[Padding] = ()
+    ) -> None:
         """Build the source views; raises ``LocationError`` where a route reaches outside its segment."""
         self._program = program
+        self._destinations = destinations
         self._sources = [self._source(i, opened[segment]) for i, segment in enumerate(program.segments)]
         self._by_parameter: dict[str, list[int]] = {}
         for i, at in enumerate(program.destinations):
             self._by_parameter.setdefault(program.parameters[at], []).append(i)
+        self._padding: dict[str, list[Padding]] = {}
+        for one in padding:
+            self._padding.setdefault(one.name, []).append(one)
+        self._bound: tuple[tuple[object, ...], BoundProgram] | None = None
         self.routes = len(program.destinations)
         self.nbytes = sum(
             math.prod(sizes) * DTYPES[dtype] for sizes, dtype in zip(program.sizes, program.dtypes, strict=True)
@@ -89,49 +102,88 @@ class CopyProgram:
             program.source_strides[i],
             program.addresses[i],
         )
+        name = program.parameters[program.destinations[i]]
         if isinstance(opened, OpenedFile):
-            return FileRead(opened, dtype, sizes, strides, address, program.parameters[program.destinations[i]])
-        flat = opened.tensor(dtype, (extent(sizes, strides),), address)
+            return FileRead(opened, dtype, sizes, strides, address, name)
+        flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
         return torch.as_strided(flat, sizes, strides)
 
     def writes(self, name: str) -> bool:
         """Whether any route goes to parameter ``name``."""
         return name in self._by_parameter
 
+    def fills(self, name: str) -> bool:
+        """Whether parameter ``name`` has padding, or is nothing else."""
+        return name in self._padding
+
+    def run(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy into ``targets``, which are bound once and again only when one of them lies elsewhere than before.
+
+        Raises as ``bind`` and ``BoundProgram.run`` do.
+        """
+        # A parameter whose storage was replaced since must not leave the program writing to memory that nobody reads.
+        where = tuple((name, tensor.data_ptr(), tensor.stride()) for name, tensor in targets.items())
+        if self._bound is None or self._bound[0] != where:
+            self._bound = (where, self.bind(targets))
+        self._bound[1].run()
+
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """The pairs of views for the parameters in ``targets``; other routes are left out."""
-        destinations: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        """The pairs of views for the parameters in ``targets``; other routes are left out. Writes their padding.
+
+        Raises ``ManifestError`` naming a target that is no longer what was traced: of another shape or dtype, or not
+        row-major in memory.
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         reads: list[tuple[torch.Tensor, FileRead]] = []
         for name, target in targets.items():
+            if self.writes(name) or self.fills(name):
+                self._check(name, target)
+            with torch.no_grad():
+                for one in self._padding.get(name, ()):
+                    _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
             for i in self._by_parameter.get(name, ()):
-                start = int(target.storage_offset()) + self._program.offsets[i]
-                view = torch.as_strided(target.detach(), self._program.sizes[i], self._program.strides[i], start)
+                view = _view(target, self._program.offsets[i], self._program.sizes[i], self._program.strides[i])
                 source = self._sources[i]
                 if isinstance(source, FileRead):
                     reads.append((view, source))
                 else:
-                    destinations.append(view)
-                    sources.append(source)
-        return BoundProgram(destinations, sources, reads)
+                    pairs.append((view, source))
+        return BoundProgram(pairs, reads)
+
+    def _check(self, name: str, target: torch.Tensor) -> None:
+        traced = self._destinations.row(self._destinations.index[name])
+        if tuple(target.shape) != traced.shape or target.dtype != torch_dtype(traced.dtype):
+            raise ManifestError(
+                f"{name} is now {dtype_name(target.dtype)}{list(target.shape)}, and was {traced.dtype}"
+                f"{list(traced.shape)} when its loader was traced: connect again after a model has changed",
+                tensor=name,
+            )
+        if self.writes(name) and not target.is_contiguous():
+            raise ManifestError(
+                f"{name} now has the strides {list(target.stride())}, and was row-major in memory when its loader was "
+                "traced: connect again after a model has changed",
+                tensor=name,
+            )
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
         self._sources = []
         self._by_parameter = {}
+        self._bound = None
+
+
+def _view(target: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    return torch.as_strided(target.detach(), sizes, strides, int(target.storage_offset()) + offset)
 
 
 class BoundProgram:
     """Pairs of views; running it is the whole install of a worker whose parameters stay where they are."""
 
     def __init__(
-        self,
-        destinations: list[torch.Tensor],
-        sources: list[torch.Tensor],
-        reads: list[tuple[torch.Tensor, FileRead]],
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], reads: Sequence[tuple[torch.Tensor, FileRead]]
     ) -> None:
-        self._destinations = destinations
-        self._sources = sources
+        self._destinations = [destination for destination, _ in pairs]
+        self._sources = [source for _, source in pairs]
         self._reads = reads
 
     def run(self) -> None:

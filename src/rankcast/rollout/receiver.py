@@ -3,7 +3,8 @@
 This module joins the session machine, the entries and the installer, and reports what happened. It must not know which
 engine it sits in, nor how bytes are shared. In a session of rankcast's own no call raises: engines that fan a call out
 to several workers read the replies in rank order, and one that raises leaves the others' replies behind for the next
-call to find. What went wrong goes to the report channel instead.
+call to find. What went wrong goes to the report channel instead, and only when it cannot be delivered there, or when
+the caller may be somebody else than who listens there, does the call raise after all.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 
 from rankcast.control.reporter import Reporter
-from rankcast.errors import AuthenticationError, PayloadError, RankcastError, StateError
+from rankcast.errors import AuthenticationError, InstallError, PayloadError, RankcastError, StateError
 from rankcast.process import this_process
 from rankcast.rollout.answer import Answer
 from rankcast.rollout.bare import BareSession
 from rankcast.rollout.connection import Connection
+from rankcast.rollout.connections import Connections
 from rankcast.rollout.installer import Installer, LoaderInstaller, LoadWeights
 from rankcast.rollout.writing import Writing
 from rankcast.session import Session
 from rankcast.topology import Worker
+from rankcast.transports.opening import MAPPED, PLANES
 from rankcast.wire.bodies import (
     Abort,
     Claim,
@@ -33,6 +36,7 @@ from rankcast.wire.bodies import (
     Init,
     InitBody,
     Install,
+    Owner,
     Prepare,
     Release,
     kind_of,
@@ -52,8 +56,10 @@ class Receiver:
     copies parameters by name. ``installer`` replaces both for engines that post-process. ``secret`` defaults to
     ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``.
 
+    ``weight_version`` is the published name of the weights, empty while they have none.
+
     The four methods of vLLM's weight-transfer protocol raise ``RankcastError`` for clients without a session of
-    rankcast's own, and never raise within one.
+    rankcast's own. Within one they raise only what could not be reported to the trainer.
     """
 
     def __init__(
@@ -63,14 +69,15 @@ class Receiver:
         worker: Worker | None = None,
         load_weights: LoadWeights | None = None,
         installer: Installer | None = None,
-        secret: str | None = None,
+        secret: str | bytes | None = None,
     ) -> None:
         self.worker = worker or Worker(process=this_process())
         self.weight_version = ""
         self._installer: Installer = installer or LoaderInstaller(model, load_weights)
         self._codec = Codec(find_secret(secret))
         self._session = Session()
-        self._connection: Connection | None = None
+        self._connections = Connections(self._installer)
+        self._attested = ""
         self._bare: BareSession | None = None
         self._next_version = ""
         self._reporter = Reporter(self._codec)
@@ -105,8 +112,8 @@ class Receiver:
         self._call("update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish")
-        if weight_version is not None:
+        report = self._call("finish")
+        if weight_version is not None and not report.faults:
             self.update_weight_version(weight_version)
 
     def abort_weight_update(self) -> None:
@@ -114,18 +121,26 @@ class Receiver:
         self._call("abort")
 
     def update_weight_version(self, weight_version: str) -> None:
-        """Say what these weights are called; raises ``StateError`` while they are incomplete."""
+        """Say what these weights are called.
+
+        Raises ``StateError`` while they are incomplete, and ``AuthenticationError`` when a secret is set and no signed
+        session has installed them under this very name.
+        """
         with self._lock:
             if not self._session.servable:
                 raise StateError(f"the weights of {self.worker.label} are incomplete: they have no version")
+            if self._codec.signed and weight_version != self._attested:
+                raise AuthenticationError(
+                    f"{self.worker.label} was told, unsigned, to call its weights {weight_version!r}, but a signed "
+                    f"session installed {self._attested!r}: push them under the name that they are to have",
+                    worker=self.worker.label,
+                )
             self.weight_version = weight_version
 
     def close(self) -> None:
         """Unmap what is open and close the report connection."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._connections.close()
             self._drop_bare()
             self._reporter.close()
 
@@ -138,14 +153,15 @@ class Receiver:
         """
         return self.answer(call, argument)[0]
 
-    def _call(self, call: str, argument: object = None) -> None:
-        """Raise the first fault for a caller that has no report channel; within rankcast's own sessions, nothing."""
+    def _call(self, call: str, argument: object = None) -> Report:
+        """Raise the first fault for a caller to whom it was not reported; within rankcast's own sessions, nothing."""
         report, told = self.answer(call, argument)
         if report.faults and not told:
             raise error_of(report.faults[0], worker=self.worker.label)
+        return report
 
     def answer(self, call: str, argument: object = None) -> tuple[Report, bool]:
-        """``handle``, and whether there was a report channel to tell."""
+        """``handle``, and whether the caller was told of it by a report that was delivered."""
         with self._lock:
             started = time.monotonic()
             answer = Answer(call)
@@ -155,9 +171,8 @@ class Receiver:
                 # Also a bug of ours: an exception here would put the engine's replies out of step.
                 answer.faults.append(Fault.of(fault))
             report = self._report(answer, time.monotonic() - started)
-            if answer.url:
-                self._reporter.send(answer.url, report)
-            return report, bool(answer.url)
+            told = bool(answer.url) and self._reporter.send(answer.url, report)
+            return report, told and not answer.raises
 
     def _act(self, answer: Answer, argument: object) -> None:
         actions: dict[str, Callable[[Answer, Any], None]] = {
@@ -176,56 +191,71 @@ class Receiver:
     # -- init route ----------------------------------------------------------------------------------------------------
 
     def _init(self, answer: Answer, init_info: object) -> None:
+        now = time.monotonic()
         if isinstance(init_info, Mapping) and not init_info and not self._codec.signed:
             answer.url = ""  # whoever asks is not the trainer that listens there
-            self._session.check_lease(None, time.monotonic())
-            self._end_open_session(answer)
-            self._session.forget_holder()
+            self._session.check_lease(None, now)
+            self._make_way(answer, None)
             return
         body: InitBody = self._codec.open(init_info, InitBody, what="an init message")
         answer.url, answer.request, answer.call = body.report, body.request, kind_of(body)
-        now = time.monotonic()
+        if not isinstance(body, Identify):
+            self._connections.check_count(body)
         match body:
             case Identify():
                 pass
             case Init():
-                self._session.check_lease(body.owner, now)
-                self._end_open_session(answer)
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
+                self._session.check_init(body.owner, now)
+                self._make_way(answer, body.owner)
                 answer.opened, answer.unreachable = Connection.try_probe(body.probe)
-                self._connection = Connection(body.connection, body.manifest, self._installer, casts=body.wanted)
-                answer.touched = self._connection.touched()
-                answer.wanted = self._connection.wanted() if body.wanted else None
+                connection = self._connections.open(body)
+                answer.touched = connection.touched()
+                answer.wanted = connection.wanted() if body.wanted else None
             case Claim():
                 self._session.check_lease(body.owner, now)
-                # Also without an open session its trainer may have died: between claim and start, or before release.
-                answer.ended = self._session.left_behind(body.owner)
-                self._end_open_session(answer)
+                if not self._connections.knows(body, self.worker.rank):
+                    # Not a fault: this worker is new to that trainer, which sees it by this and begins with an init.
+                    answer.stranger = True
+                    return
+                self._make_way(answer, body.owner)
                 self._session.claim(body.session, body.owner, body.lease_seconds, now)
                 self._report_url = body.report
             case Release():
-                self._session.release(body.owner)
-                if self._connection is not None and body.connection and self._connection.name == body.connection:
-                    self._connection.close()
-                    self._connection = None
+                held = self._session.release(body.owner, settled=body.settled)
+                if held and body.published and self.servable:
+                    self.weight_version = self._attested
+                if body.close:
+                    self._connections.close(body.connection)
 
-    def _end_open_session(self, answer: Answer) -> None:
-        """A session found open when a new one is asked for was left by a trainer that died."""
+    def _make_way(self, answer: Answer, owner: Owner | None) -> None:
+        """End what was left by whoever died or let its lease run out, now that ``owner`` (or nobody) comes instead."""
         if self._session.is_open:
-            self._abandon()
+            self._end(answer)
+            answer.ended = True
+        elif self._session.held_by_other(owner):
+            self._session.forget_holder()
             answer.ended = True
 
     # -- update route --------------------------------------------------------------------------------------------------
 
     def _start(self, answer: Answer, argument: object) -> None:
-        if not self._session.claimed and self._codec.signed:
+        lapsed = self._session.lapsed(time.monotonic())
+        if lapsed:
+            answer.url = ""  # whoever starts now is not the trainer that claimed
+        if self._codec.signed and (lapsed or not self._session.claimed):
             raise AuthenticationError("start came without a signed claim, and this worker has a secret")
+        if lapsed:
+            self._make_way(answer, None)
+        # Two starts come from two callers, and the one who listens on the channel need not be the second.
+        answer.raises = self._session.is_open
         self._session.start()
-        self._writing.start()
+        try:
+            self._writing.abandon()
+        except RankcastError:
+            self._end(answer)
+            raise
+        self._drop_bare()
         if not self._session.claimed:
-            self._drop_bare()
             self._bare = BareSession(self._installer)
 
     def _update(self, answer: Answer, payload: Any) -> None:
@@ -240,20 +270,28 @@ class Receiver:
         self._session.renew(time.monotonic())
         match body:
             case Prepare():
-                check_transport(body.transport, routed=is_routed(payload))
+                check_transport(body.transport, routed=is_routed(payload), spoken=PLANES)
                 self._prepare(answer, body)
             case Install():
                 self._install(answer, body)
             case Abort():
-                self._abandon()
+                self._end(answer)
 
     def _prepare(self, answer: Answer, body: Prepare) -> None:
-        if not self._session.may_prepare(body.sequence):
+        again = not self._session.may_prepare(body.sequence)
+        connection = self._connections.current
+        if connection is None or connection.name != body.connection:
+            raise StateError(f"{self.worker.label} does not know connection {body.connection[:8]}: init first")
+        if again:
+            if not connection.holds(body) or body.weight_version != self._next_version:
+                raise StateError(
+                    f"{self.worker.label} was prepared for {self._next_version!r} by plan "
+                    f"{connection.plan_hash[:8]}, and a second prepare is for {body.weight_version!r} by plan "
+                    f"{body.plan_hash[:8]}: abort, and start again"
+                )
             answer.repeated = True
             return
-        if self._connection is None or self._connection.name != body.connection:
-            raise StateError(f"{self.worker.label} does not know connection {body.connection[:8]}: init first")
-        self._connection.prepare(body)
+        connection.prepare(body)
         self._next_version = body.weight_version
         self._session.prepared(body.installs)
 
@@ -261,13 +299,14 @@ class Receiver:
         if not self._session.may_install(body.sequence):
             answer.repeated = True
             return
-        assert self._connection is not None, "prepared implies connected"
+        connection = self._connections.current
+        assert connection is not None, "prepared implies connected"
         if body.round != body.sequence - 1:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
-        prepared = self._connection.prepared
+        prepared = connection.prepared
         turn = body.round - (prepared.program is not None)
         if prepared.program is not None and turn < 0:
-            self._connection.verify()
+            connection.verify()
             self._writing.program(prepared.program)
             answer.nbytes = prepared.program.nbytes
         else:
@@ -279,11 +318,12 @@ class Receiver:
         if self._codec.signed:
             raise AuthenticationError("a bare entry came, and this worker has a secret: only signed entries are taken")
         if self._session.claimed:
+            answer.raises = True
             raise StateError("a bare entry came, but a rankcast session is open")
         if not self._session.is_open or self._bare is None:
             raise StateError(f"update, but no session is open (the worker is {self.state}): start first")
         parsed = bare_entry(entry)
-        check_transport(parsed.transport, routed=routed)
+        check_transport(parsed.transport, routed=routed, spoken=MAPPED)
         if not parsed.names:
             return
         delivery = self._bare.check(parsed)
@@ -296,21 +336,21 @@ class Receiver:
     def _finish(self, answer: Answer, argument: object) -> None:
         self._session.check_finish()
         if self._bare is not None:
-            self._finish_bare()
+            self._finish_bare(answer)
         wrote = self._writing.finish()
         own = self._session.claimed
         self._session.finished()
-        if own:
-            self.weight_version = self._next_version
-        elif wrote:
+        if own or wrote:
+            # Named by what was installed, but not published: the name that counts comes once every worker has attested.
+            self._attested = self._next_version if own else ""
             self.weight_version = ""
 
-    def _finish_bare(self) -> None:
+    def _finish_bare(self, answer: Answer) -> None:
         assert self._bare is not None
         try:
             self._bare.check_complete(whole=self.servable)
         except RankcastError:
-            self._abandon()
+            self._end(answer)
             raise
         finally:
             self._drop_bare()
@@ -323,13 +363,21 @@ class Receiver:
             raise AuthenticationError("an unsigned abort came, and this worker has a secret")
         if self._session.claimed:
             self._session.check_lease(None, time.monotonic())
-        self._abandon()
+        self._end(answer)
 
-    def _abandon(self) -> None:
-        self._writing.abandon()
-        self._session.abandon()
+    def _end(self, answer: Answer) -> None:
+        """The one place in which a session ends without being finished, whoever ends it and why."""
+        unfinished = self._session.is_open or not self._session.servable
+        try:
+            self._writing.abandon()
+        except InstallError as fault:
+            answer.faults.append(Fault.of(fault))
+        finally:
+            self._session.abandon()
         if not self._session.servable:
-            self.weight_version = ""
+            self.weight_version = self._attested = ""
+        if unfinished and self._connections.current is not None:
+            self._connections.current.let_go()  # what it has open belongs to a trainer that may be gone
         self._drop_bare()
 
     def _drop_bare(self) -> None:
@@ -340,13 +388,12 @@ class Receiver:
     # -- answering -----------------------------------------------------------------------------------------------------
 
     def _report(self, answer: Answer, seconds: float) -> Report:
-        connection = self._connection
         return answer.report(
             self.worker,
             self._session,
             weight_version=self.weight_version,
-            connection=connection.name if connection is not None else "",
-            plan_hash=connection.plan_hash if connection is not None else "",
+            attested_version=self._attested,
+            connection=self._connections.current,
             seconds=seconds,
             unsent=self._reporter.unsent,
         )

@@ -6,13 +6,17 @@ nobody has to compute, from the outside, which tensors it owns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
 from rankcast.rollout.installer import Installer
+from rankcast.rollout.padding import cleared_by, padding_of
+from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.wanted import check_filled, wanted_of
 from rankcast.trace.record import Trace
+from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
 from rankcast.wire.reports import Touched, Wanted
 
@@ -30,14 +34,22 @@ class Scope:
         self._casts = {cast.name: cast for cast in self._trace.casts()}
         if not casts:
             self._refuse_casts(self._casts)
-        self._by_loader = dict(installer.by_loader())
+        self._by_loader = {**cleared_by(self._trace), **installer.by_loader()}
         self._whole_modules = installer.whole_modules
         self._touched = self._trace.touched()
-        self.missing = self._trace.missing(installer.required())
+        self._installer = installer
+        self._ignored = tuple(i for i in self._trace.ignored() if installer.may_ignore(manifest.names[i]))
+
+    @functools.cached_property
+    def missing(self) -> list[str]:
+        """One line for each parameter that the manifest leaves incomplete."""
+        return self._trace.missing(self._installer.required())
+
+    def check_overlaps(self) -> None:
+        """Raise ``ManifestError`` when two tensors of the manifest go to the same place."""
         overlaps = self._trace.overlaps()
         if overlaps:
             raise ManifestError(f"tensors would overwrite each other: {listed(overlaps)}")
-        self._ignored = tuple(i for i in self._trace.ignored() if installer.may_ignore(manifest.names[i]))
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,7 +58,14 @@ class Scope:
 
     def touched(self) -> Touched:
         """The answer to an init."""
-        return Touched(self._touched, self._ignored, tuple(self.missing[:LISTED]), len(self.missing))
+        missing = self.missing
+        return Touched(
+            self._touched,
+            self._ignored,
+            tuple(missing[:LISTED]),
+            len(missing),
+            self._trace.untouched(self._installer.persistent_buffers()),
+        )
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -57,6 +76,10 @@ class Scope:
         """The boxes that this worker wants, for a plan."""
         casts = {self.manifest.index[name]: cast.destination for name, cast in self._casts.items()}
         return wanted_of(self._trace, self._by_loader, casts, whole_modules=self._whole_modules)
+
+    def program(self, program: Program, opened: Sequence[Opened]) -> CopyProgram:
+        """``program`` over what was opened for it; raises ``LocationError`` where a route reaches outside of that."""
+        return CopyProgram(program, opened, self._trace.destinations, padding_of(self._trace))
 
     def _refuse_casts(self, names: Iterable[str]) -> None:
         found = [self._casts[name] for name in names if name in self._casts]

@@ -25,10 +25,6 @@ class Writing:
         self._label = label
         self._begun = False
 
-    def start(self) -> None:
-        """Begin anew: what a session left that nobody ended is dropped."""
-        self.abandon()
-
     def weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Install ``weights``; none of them is no write. Raises ``InstallError`` when the engine's loader fails."""
         if weights:
@@ -63,7 +59,11 @@ class Writing:
         return True
 
     def abandon(self) -> None:
-        """Drop what was begun."""
-        if self._begun:
-            self._begun = False
+        """Drop what was begun; raises ``InstallError`` when the engine fails at that. It is not tried again."""
+        if not self._begun:
+            return
+        self._begun = False
+        try:
             self._installer.abandon()
+        except Exception as fault:
+            raise InstallError(f"abandoning on {self._label} failed: {type(fault).__name__}: {fault}") from fault

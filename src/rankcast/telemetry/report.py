@@ -9,7 +9,7 @@ import msgspec
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """What one worker got in one push. ``nbytes`` is what it was told to read, ``calls`` the installs that did."""
+    """What one worker got in one push. ``nbytes`` is what it was told to read, ``calls`` the installs that did it."""
 
     engine: str
     where: str
@@ -24,15 +24,34 @@ class WorkerRow(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class WayRow(msgspec.Struct, frozen=True):
+    """How many tensors went one way (``direct``, ``ranklocal`` or ``broadcast``), and why that way.
+
+    ``nbytes`` is what all workers together were told to read of them.
+    """
+
+    way: str
+    why: str
+    tensors: int
+    nbytes: int
+
+
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One published push.
 
     ``seconds`` is the whole push as this trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes``
-    is what all workers together were told to read; ``worker_calls`` counts install calls that carry data, summed over
-    workers, ``control_calls`` all other worker calls; ``requests`` and ``request_bytes`` are those to the engines.
-    ``ignored`` lists tensors that every worker passes over on purpose, such as a tied head. ``direct_tensors`` counts
-    those that workers copied from where they lie; ``through_loader`` says of others why not, with how many for each
-    reason, where that was tried.
+    is what all workers together were told to read, ``direct_nbytes`` the part of it by route.
+
+    ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any and had not
+    done it before. ``control_calls`` counts all other calls that reach workers, once for each worker: claim, start,
+    prepare, installs that carry nothing for it, finish, release, and the init of workers that are met again.
+    ``engine_calls`` counts calls that an engine answers by itself: pause, resume, version and cache, and the question
+    whether it is paused. ``requests`` and ``request_bytes`` are the HTTP requests to the engines for all of these.
+
+    ``ignored`` lists tensors that every worker passes over on purpose, such as a tied head; ``untouched`` persistent
+    buffers of workers that no tensor fills, and that keep what they have. ``ways`` says how many tensors and bytes went
+    which way and why. ``direct_tensors`` counts those that workers copied from where they lie; ``through_loader`` says
+    of others why not, with how many for each reason, where that was tried.
     """
 
     weight_version: str
@@ -46,9 +65,13 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     staged_bytes: int
     worker_calls: int
     control_calls: int
+    engine_calls: int
     requests: int
     request_bytes: int
     ignored: tuple[str, ...]
+    untouched: tuple[str, ...]
     direct_tensors: int
+    direct_nbytes: int
     through_loader: dict[str, int]
+    ways: tuple[WayRow, ...]
     workers: tuple[WorkerRow, ...]

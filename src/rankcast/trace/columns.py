@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest, listed
 from rankcast.trace.coverage import Gap, View, doubled, gap_in
 
@@ -121,6 +122,20 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                     f"first of them {gap.box}"
                 )
         return lines
+
+    def untouched(self, names: Collection[str]) -> tuple[str, ...]:
+        """Those destinations of ``names`` of which some elements, or all, are written by nothing."""
+        found = []
+        for index, name in enumerate(self.destinations.names):
+            if name not in names:
+                continue
+            try:
+                written = (self._copies_of(index) or self._fills_of(index)) and self._gap(index) is None
+            except UnsupportedError:  # too scattered to be counted: better named in vain than not at all
+                written = False
+            if not written:
+                found.append(name)
+        return tuple(found)
 
     def overlaps(self) -> list[str]:
         """One line for each destination of which elements are copied to twice, or filled after they were copied."""

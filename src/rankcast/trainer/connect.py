@@ -6,6 +6,7 @@ cannot be kept correct is refused here, before any weight moves.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -24,12 +25,12 @@ from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import form_group
-from rankcast.trainer.lead import Lead
 from rankcast.trainer.leading import ROUTED, Leading
 from rankcast.trainer.pausing import PAUSE_MODES
 from rankcast.trainer.sources import as_source
+from rankcast.trainer.speaker import Speaker
 from rankcast.trainer.sync import Sync
-from rankcast.trainer.targets import clients
+from rankcast.trainer.targets import clients, made_here
 from rankcast.transports.shm import sweep_leftovers
 from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec, find_secret
@@ -62,7 +63,7 @@ def connect(
     check: Literal["coverage"] = "coverage",
     on_failure: Literal["mark_unusable"] = "mark_unusable",
     pause: str | None = "keep",
-    secret: str | None = None,
+    secret: str | bytes | None = None,
     headers: Mapping[str, str] | None = None,
     tls_verify: bool = True,
     listen: str | None = None,
@@ -74,53 +75,72 @@ def connect(
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
     counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
     returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group,
-    or one process). ``mode``: ``direct`` (workers copy their boxes out of the trainer's memory), ``ranklocal`` (tensors
-    are staged, each worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct
-    where it is possible, ranklocal for the rest. ``bucket_bytes`` bounds each of a rank's two staging buffers.
-    ``pause``: how generation is paused around an update (None: not at all). ``secret``: signs every message (default:
-    ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``). ``listen``: the address on which rank 0 takes reports.
-    ``timeout``: seconds without progress before a wait fails. ``progress``: a callable that is given ``Progress``
-    records, or True for a live line.
+    or one process). All ranks must pass the same ``mode``, ``transport``, ``bucket_bytes`` and ``pause``.
+
+    ``mode``: ``direct`` (workers copy their boxes out of the trainer's memory), ``ranklocal`` (tensors are staged, each
+    worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct where it is
+    possible, ranklocal for the rest. ``transport``: ``shm``, ``file``, or ``auto``, which is ``shm``. ``bucket_bytes``
+    bounds each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``,
+    what arrived is what was prepared. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing
+    until a push completes. ``pause``: how generation is paused around an update: ``keep`` running requests and go on
+    with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
+
+    ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
+    ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
+    ``listen``: the address, ``host`` or ``host:port``, on which rank 0 takes reports (default: loopback, or the address
+    that faces the engines). ``timeout``: seconds without progress before a wait fails, naming who is waited for.
+    ``progress``: a callable that is given ``Progress`` records on rank 0, or True for a live line; one that raises is
+    logged, and not called again.
+
+    Clients of URLs are closed with the sync; a ``WeightSyncClient`` that was passed in stays open.
 
     Raises ``UnsupportedError`` for options that do not go together, ``PushError`` naming every tensor that is unknown,
     missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when
-    another rank failed.
+    another rank failed. Nothing is left open then.
     """
     mode, transport = _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
     sweep_leftovers()
     ranks = form_group(group, timeout=timeout)
-    ranks.begin()
-    cleanup: list[Callable[[], None]] = [ranks.close]
+    closing = contextlib.ExitStack()
+    closing.callback(ranks.close)
     try:
+        ranks.begin()
         found = as_source(source)
-        cleanup.insert(0, found.close)
+        closing.callback(found.close)
         options = f"mode={mode!r}, transport={transport!r}, bucket_bytes={bucket_bytes}, pause={pause!r}"
         exports = Exports(found, ranks, options=options, bucket_bytes=bucket_bytes)
-        cleanup.insert(0, exports.close)
+        closing.callback(exports.close)
         leading = None
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
-            found_clients = clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout)
-            urls = [client.url for _, client in found_clients if isinstance(client, HttpClient)]
-            channel = ReportChannel(codec, listen=listen or facing(urls))
-            cleanup.insert(0, channel.close)
+            sign = codec.sign if codec.signed else None
+            found_clients = clients(target, headers=headers, tls_verify=tls_verify, timeout=timeout, sign=sign)
+            over_http = [client for _, client in found_clients if isinstance(client, HttpClient)]
+            for client in made_here(target, over_http):
+                closing.callback(client.close)
+            channel = ReportChannel(codec, listen=listen or facing([client.url for client in over_http]))
+            closing.callback(channel.close)
             channel.start()
             fleet = Fleet(
                 found_clients,
                 channel,
                 timeout=timeout,
                 pulse=ranks.pulse,
+                check=ranks.check,
+                alone=ranks.size == 1,
             )
-            lead = Lead(fleet, codec, channel.url, _owner(), mode=mode, transport=transport, lease=timeout)
-            leading = Leading.meet(lead, channel, exports.manifest, mode=mode, transport=transport, pause_mode=pause)
-            cleanup.insert(0, leading.close)
+            speaker = Speaker(fleet, codec, channel.url, _owner())
+            leading = Leading.meet(
+                speaker, exports.manifest, mode=mode, transport=transport, pause_mode=pause, lease=timeout
+            )
+            closing.callback(leading.close)
             exports.kind = leading.kind
         outcome = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind)), "the fleet is met")
         exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
         direct = None
         if mode in ROUTED and exports.kind == "shm":
             direct = DirectExports(found, ranks, exports.manifests)
-            cleanup.insert(0, direct.close)
+            closing.callback(direct.close)
             ways = leading.planning.use(direct).direct if leading is not None else ()
             said = ranks.broadcast(msgspec.msgpack.encode(_Agreed(ways)), "which tensors go by route")
             agreed = msgspec.msgpack.decode(said, type=_Agreed).direct
@@ -133,11 +153,13 @@ def connect(
                 "mode='direct', but workers cannot open this trainer's memory through /proc: use 'auto'"
             )
         exports.refresh()
-        return Sync(found, ranks, exports, leading, _shown(progress), direct)
+        return Sync(ranks, exports, leading, direct, _shown(progress), closing)
     except BaseException as error:
         ranks.fail(error)
-        for close in cleanup:
-            close()
+        try:
+            closing.close()
+        except Exception as fault:
+            error.add_note(f"and what was open could not all be closed: {type(fault).__name__}: {fault}")
         raise
 
 

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection
 
 import msgspec
+import torch
 
 from rankcast.errors import ManifestError, SourceError, TrainerError
 from rankcast.manifest import DTYPES, Manifest, union
@@ -18,6 +19,7 @@ from rankcast.plan.rounds import Rounds, assign_owners, cut_rounds
 from rankcast.plan.schedule import Placed
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.sources.base import WeightSource
+from rankcast.trainer.sources.exported import Remembered
 from rankcast.trainer.staging import BUFFERS, Staging, fills_again, locations
 from rankcast.transports.live import SharedMemoryMap, handle_for
 from rankcast.wire.handles import Handle
@@ -39,6 +41,10 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class _Change(msgspec.Struct, frozen=True):
+    """What one rank says at each exchange: which push it makes, and its exports where they changed."""
+
+    push: int
+    version: str
     hash: str
     state: _State | None
 
@@ -71,6 +77,8 @@ class Exports:
             raise ManifestError("no trainer rank holds any tensor: there is nothing to push")
         self.manifests = manifests
         self._sent = ""
+        self._pushes = 0
+        self._version = ""
         self._direct: frozenset[str] = frozenset()
         self._stage(self.manifest)
 
@@ -87,6 +95,9 @@ class Exports:
         self._rounds: Rounds | None = None
         self._laid_out_for: list[frozenset[int]] | None = None
         self._last: tuple[Placed, tuple[Handle, ...]] | None = None
+        self._live: _State | None = None
+        self._live_at: tuple[int, ...] = ()
+        self._remembered: list[Remembered] = []
         self.forget_exchange()
 
     @property
@@ -94,12 +105,18 @@ class Exports:
         assert self._rounds is not None, "refresh comes first"
         return self._rounds
 
-    def refresh(self) -> tuple[Placed, tuple[Handle, ...]]:
-        """Agree on where everything lies now. Collective; cheap when nothing moved since the last push.
+    def announce(self, version: str) -> None:
+        """This rank begins one more push, of ``version``: every rank must be at the same one."""
+        self._pushes += 1
+        self._version = version
 
-        Returns the columns and all segments' handles.
+    def refresh(self) -> tuple[Placed, tuple[Handle, ...]]:
+        """Agree on which push this is and where everything lies now. Collective; cheap when nothing moved.
+
+        Returns the columns and all segments' handles. Raises ``TrainerError``, on every rank, when the ranks do not
+        make the same push.
         """
-        live = self._find_live()
+        live = self._where_live()
         self._exchange(live)
         lying = [frozenset(state.live) for state in self._states]
         if lying != self._laid_out_for:
@@ -122,20 +139,34 @@ class Exports:
         if self.staging is not None:
             self.staging.unlink()
 
-    def _find_live(self) -> _State:
-        """This rank's own tensors that lie in a shareable segment, exported as they lie."""
+    def _where_live(self) -> _State:
+        """``_find_live``, or what it found before when the source says that nothing has moved since."""
         if not self._source.stable or self.kind != "shm" or not len(self.rest):
             return _State()
+        addresses = self._source.addresses()
+        if self._live is None or not addresses or addresses != self._live_at:
+            # Only when it is found is it remembered: a source that raises is asked again.
+            self._live = None
+            self._live = self._find_live()
+            self._live_at = addresses
+        return self._live
+
+    def _find_live(self) -> _State:
+        """This rank's own tensors that lie in a shareable segment, exported as they lie."""
         shared = SharedMemoryMap()
         handles: dict[Handle, int] = {}
         made: dict[int, int] = {}
         rows: list[tuple[int, int, int]] = []
+        storages: dict[int, torch.UntypedStorage] = {}
         for weight in self._source.read():
             if weight.meta.name in self._direct:
                 continue
             index = self.rest.index.get(weight.meta.name)
             if index is None or self.rest.row(index) != weight.meta:
                 raise SourceError(f"the source yields {weight.meta}, its manifest differs", tensor=weight.meta.name)
+            if weight.tensor is not None:
+                storage = weight.tensor.untyped_storage()
+                storages[storage._cdata] = storage
             if weight.tensor is None or self._owners[index] != self._group.rank or not weight.meta.nbytes:
                 continue
             found = shared.find(weight.tensor.data_ptr(), weight.meta.nbytes)
@@ -144,6 +175,8 @@ class Exports:
                 if file not in made:
                     made[file] = handles.setdefault(handle_for(found), len(handles))
                 rows.append((index, made[file], found.offset))
+        # Their addresses are compared at the next push, and must not be given out again until then.
+        self._remembered = [Remembered(storage) for storage in storages.values()]
         columns = list(zip(*rows, strict=True)) or [(), (), ()]
         return _State(handles=tuple(handles), live=columns[0], segments=columns[1], offsets=columns[2])
 
@@ -151,13 +184,27 @@ class Exports:
         buffers = self.staging.handles if self.staging is not None else (None,) * BUFFERS
         state = msgspec.structs.replace(live, buffers=buffers)
         digest = hashlib.blake2b(msgspec.msgpack.encode(state), digest_size=16).hexdigest()
-        change = _Change(digest, None if digest == self._sent else state)
+        change = _Change(self._pushes, self._version, digest, None if digest == self._sent else state)
         self._sent = digest
-        for rank, reply in enumerate(self._group.exchange(msgspec.msgpack.encode(change), "where tensors lie")):
-            said = msgspec.msgpack.decode(reply, type=_Change)
+        replies = self._group.exchange(msgspec.msgpack.encode(change), "where tensors lie")
+        all_said = [msgspec.msgpack.decode(reply, type=_Change) for reply in replies]
+        self._check_same_push(all_said)
+        for rank, said in enumerate(all_said):
             if said.state is not None:
                 self._states[rank] = said.state
                 self._last = None
+
+    def _check_same_push(self, all_said: list[_Change]) -> None:
+        first = all_said[0]
+        for rank, said in enumerate(all_said):
+            if (said.push, said.version) != (first.push, first.version):
+                # From here on they count alike again.
+                self._pushes = max(other.push for other in all_said)
+                raise TrainerError(
+                    f"trainer rank {rank} pushes {said.version!r}, its push number {said.push}, while rank 0 pushes "
+                    f"{first.version!r}, its push number {first.push}: every rank must make the same pushes in the "
+                    "same order"
+                )
 
     def forget_exchange(self) -> None:
         """After a push that failed half-way nobody knows who heard what: say everything again at the next."""

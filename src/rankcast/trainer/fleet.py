@@ -1,81 +1,42 @@
 """All engines of one sync: asking each of them at once, and reading what every worker reported.
 
-This module knows engines' clients, the report channel and how to tell who did not answer. It must not know sessions,
-schedules or what a push is for. Every wait is bounded by lack of progress and its error names who was waited for.
+This module knows engines, the report channel and how to tell who did not answer. It must not know sessions, schedules
+or what a push is for. Every wait is bounded by lack of progress and its error names who was waited for; it ends at once
+when another trainer rank has failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rankcast.control.client import WeightSyncClient
 from rankcast.control.report_channel import ReportChannel
-from rankcast.errors import EngineError, PushError, RankcastError
-from rankcast.topology import Worker, check_engine, missing_ranks
-from rankcast.wire.reports import Fault, Report, Touched, Wanted
+from rankcast.errors import EngineError
+from rankcast.topology import Worker, missing_ranks
+from rankcast.trainer.engine import Engine, Replies, WorkerFault
+from rankcast.wire.reports import Fault, Report
 
-#: How often a wait looks up, to tell the other trainer ranks that it is alive. Seconds.
+#: How often a wait looks up, to tell the other trainer ranks that it is alive, and to hear of theirs. Seconds.
 PULSE = 1.0
-
-
-@dataclass
-class Engine:
-    """One control-plane endpoint and the workers behind it, as they said themselves."""
-
-    client: WeightSyncClient
-    where: str
-    workers: dict[int, Worker] = field(default_factory=dict)
-    touched: dict[int, Touched] = field(default_factory=dict)
-    wanted: dict[int, Wanted] = field(default_factory=dict)
-    plan_hashes: dict[int, str] = field(default_factory=dict)
-    paused_by_us: bool = False
-
-    @property
-    def id(self) -> str:
-        """The engine id its workers gave."""
-        return next(iter(self.workers.values())).engine if self.workers else ""
-
-    def meet(self, reports: Sequence[Report]) -> None:
-        """Take the workers' identities from ``reports``; raises ``EngineError`` unless they are one whole engine."""
-        check_engine([report.worker for report in reports], where=self.where)
-        self.workers = {report.worker.rank: report.worker for report in reports}
-
-    def take_over(self, reports: Iterable[Report]) -> None:
-        """A dead trainer's session, or a failed push, left this engine paused: resuming it is now up to us."""
-        if any(report.ended or not report.servable for report in reports):
-            self.paused_by_us = True
-
-
-@dataclass(frozen=True)
-class WorkerFault:
-    """One fault of one worker, or of an engine as a whole when ``worker`` is empty."""
-
-    where: str
-    worker: str
-    fault: Fault
-
-    def __str__(self) -> str:
-        return f"{self.worker or self.where}: {self.fault.message}" + (f" [{self.where}]" if self.worker else "")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came back from asking the whole fleet one thing."""
-
-    reports: tuple[tuple[Engine, Report], ...]
-    faults: tuple[WorkerFault, ...]
-
-    def of(self, engine: Engine) -> list[Report]:
-        return [report for asked, report in self.reports if asked is engine]
+#: How long a call that ends a failed session waits for an engine that is still busy with another one. Seconds.
+BUSY_SECONDS = 5.0
+#: What all calls that end a failed session may take together while other trainer ranks wait to hear how it ended.
+ENDING_SECONDS = 7.0
+#: What each of these calls may take when that time is up.
+_LEAST_SECONDS = 1.0
 
 
 class Fleet:
-    """The engines that one sync must leave at the same weight version."""
+    """The engines that one sync must leave at the same weight version.
+
+    ``timeout`` is in seconds without progress. ``pulse`` says to the other trainer ranks that this one is alive, and
+    ``check`` raises when one of them has failed. ``alone`` says that there are no others, who would wait for this one.
+    """
 
     def __init__(
         self,
@@ -84,30 +45,63 @@ class Fleet:
         *,
         timeout: float,
         pulse: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
+        alone: bool = True,
     ) -> None:
         self.engines = [Engine(client, where) for where, client in clients]
         self.worker_calls = 0
         self._channel = channel
         self._timeout = timeout
         self._pulse = pulse
+        self._check = check
+        self._alone = alone
+        self._ending = False
+        self._busy = timeout
+        self._until: float | None = None
 
     def workers(self) -> list[tuple[Engine, Worker]]:
         """Every worker of every engine, by engine and rank."""
         return [(engine, engine.workers[rank]) for engine in self.engines for rank in sorted(engine.workers)]
 
+    @contextlib.contextmanager
+    def ending(self, *, patient: bool = False) -> Iterator[None]:
+        """Within it the calls are those that end a failed session: nobody's failure stops them, and they are short.
+
+        They wait ``BUSY_SECONDS`` for an engine that is busy, and while other trainer ranks wait, all of them together
+        take about ``ENDING_SECONDS``; not so when ``patient``.
+        """
+        self._ending, self._busy = True, self._timeout if patient else BUSY_SECONDS
+        self._until = None if self._alone or patient else time.monotonic() + ENDING_SECONDS
+        try:
+            yield
+        finally:
+            self._ending, self._busy, self._until = False, self._timeout, None
+
     def each(
-        self, what: str, action: Callable[[Engine], Any], engines: Sequence[Engine] | None = None
+        self,
+        what: str,
+        action: Callable[[Engine], Any],
+        engines: Sequence[Engine] | None = None,
+        *,
+        checked: bool = True,
     ) -> list[tuple[Engine, BaseException]]:
         """Run ``action`` for all engines at once; returns those that failed, with their errors.
 
-        An engine that has not answered ``timeout`` seconds after the last one that did is given up and named.
+        An engine that has not answered ``timeout`` seconds after the last one that did is given up and named; its call
+        goes on, and holds up the next one. With ``checked`` raises ``TrainerError`` as soon as another trainer rank has
+        failed, and waits for nobody then.
         """
         asked = list(self.engines if engines is None else engines)
+        checked = checked and not self._ending
+        patience, ends = self._bounds()
+        # Less than the whole: the error of who waited for its turn says more than ours.
+        busy = min(patience, self._busy) * 0.9
         done: queue.SimpleQueue[tuple[Engine, BaseException | None]] = queue.SimpleQueue()
 
         def run(engine: Engine) -> None:
             try:
-                action(engine)
+                with engine.turn(what, busy):
+                    action(engine)
             except BaseException as error:
                 done.put((engine, error))
             else:
@@ -117,22 +111,32 @@ class Fleet:
             threading.Thread(target=run, args=(engine,), name=f"rankcast {what} {engine.where}", daemon=True).start()
         failed: list[tuple[Engine, BaseException]] = []
         waiting = list(asked)
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + patience
         while waiting:
             try:
-                engine, error = done.get(timeout=PULSE)
+                engine, error = done.get(timeout=min(PULSE, max(deadline - time.monotonic(), 0.01)))
             except queue.Empty:
                 self._pulse()
+                if checked:
+                    self._check()
                 if time.monotonic() > deadline:
-                    late = f"did not answer {what} within {self._timeout:g} s"
+                    late = f"did not answer {what} within {patience:.3g} s"
                     failed += [(engine, EngineError(f"{engine.where} {late}")) for engine in waiting]
                     break
                 continue
-            deadline = time.monotonic() + self._timeout
+            if not ends:
+                deadline = time.monotonic() + patience
             waiting.remove(engine)
             if error is not None:
                 failed.append((engine, error))
         return failed
+
+    def _bounds(self) -> tuple[float, bool]:
+        """How many seconds a call may take, and whether that is for all engines together, whoever makes progress."""
+        if self._until is None:
+            return self._timeout, False
+        left = self._until - time.monotonic()
+        return min(self._timeout, BUSY_SECONDS, max(left, _LEAST_SECONDS)), True
 
     def ask(
         self,
@@ -142,13 +146,14 @@ class Fleet:
         key: Callable[[Engine], str],
         sequence: int = -1,
         engines: Sequence[Engine] | None = None,
-    ) -> Answer:
+        checked: bool = True,
+    ) -> Replies:
         """``each``, and then what the workers reported about ``call`` under ``key(engine)`` (a request or session).
 
         A worker that is known and did not report is a fault: it answered in step but cannot reach the channel.
         """
         asked = list(self.engines if engines is None else engines)
-        errors = {id(engine): error for engine, error in self.each(call, action, asked)}
+        errors = dict(self.each(call, action, asked, checked=checked))
         reports: list[tuple[Engine, Report]] = []
         faults: list[WorkerFault] = []
         # Engines may share a key, that of their session: what is taken for one of them is gone for the others.
@@ -158,17 +163,17 @@ class Fleet:
             self.worker_calls += max(len(engine.workers), len(came))
             reports += [(engine, report) for report in came]
             own = [WorkerFault(engine.where, report.worker.label, f) for report in came for f in report.faults]
-            error = errors.get(id(engine))
+            error = errors.get(engine)
             if error is not None and not own:
-                own.append(WorkerFault(engine.where, "", fault_of(error)))
+                own.append(WorkerFault.of(engine, error))
             if error is None:
                 own += self._silent(engine, came, key(engine))
             faults += own
-        return Answer(tuple(reports), tuple(faults))
+        return Replies(tuple(reports), tuple(faults))
 
-    def forget(self, session: str) -> None:
-        """Drop what workers reported about ``session`` too late to be read."""
-        self._channel.forget(session)
+    def forget(self, name: str) -> None:
+        """Drop what workers reported about a session or request that is over."""
+        self._channel.forget(name)
 
     def _silent(self, engine: Engine, came: Sequence[Report], name: str) -> list[WorkerFault]:
         """A fault for each worker that said nothing of this call: what it said instead, or that it cannot reach us."""
@@ -189,18 +194,3 @@ class Fleet:
         cure = "pass listen='ADDRESS' that they can connect to, or set the same RANKCAST_SECRET on both sides"
         fault = Fault("engine", f"{who} cannot reach {self._channel.url}: {cure}")
         return [*faults, WorkerFault(engine.where, "", fault)]
-
-
-def fault_of(error: BaseException) -> Fault:
-    """A fault from an error that an engine's client raised; a foreign client's errors count as the engine's."""
-    return Fault.of(error) if isinstance(error, RankcastError) else Fault("engine", f"{type(error).__name__}: {error}")
-
-
-def refuse(faults: Sequence[WorkerFault], headline: str) -> None:
-    """Raise ``PushError`` with every fault, or nothing when there is none."""
-    if not faults:
-        return
-    lines = tuple(dict.fromkeys(str(fault) for fault in faults))
-    tensor = next((fault.fault.tensor for fault in faults if fault.fault.tensor), None)
-    codes = tuple(sorted({fault.fault.code for fault in faults}))
-    raise PushError(f"{headline}: {'; '.join(lines)}", faults=lines, codes=codes, tensor=tensor)

@@ -8,146 +8,132 @@ reported "prepared", and no version before every worker has attested.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from rankcast.control.client import capability
-from rankcast.errors import StateError
-from rankcast.manifest import Manifest, listed
-from rankcast.trainer.fleet import Answer, Engine, Fleet, WorkerFault, fault_of, refuse
+from rankcast.errors import EngineError, StateError
+from rankcast.trainer.engine import Engine, Replies, WorkerFault, refuse
+from rankcast.trainer.pending import Pending
 from rankcast.trainer.shares import Share
-from rankcast.wire.bodies import Abort, Claim, Init, Install, Owner, Prepare, Release
-from rankcast.wire.codec import Codec
-from rankcast.wire.handles import Handle
+from rankcast.trainer.speaker import Heading, Speaker
+from rankcast.wire.bodies import Abort, Claim, Install, Prepare, Release
 from rankcast.wire.payload import own_payload
-from rankcast.wire.reports import Fault, Report
+from rankcast.wire.reports import Report
 
 
 class Lead:
     """Speaks to the fleet for all trainer ranks."""
 
-    def __init__(
-        self, fleet: Fleet, codec: Codec, report_url: str, owner: Owner, *, mode: str, transport: str, lease: float
-    ) -> None:
-        self.fleet = fleet
-        self.connection = secrets.token_hex(16)
-        self.ignored: tuple[str, ...] = ()
-        self._codec = codec
-        self._report_url = report_url
-        self._owner = owner
+    def __init__(self, speaker: Speaker, *, mode: str, transport: str, lease: float) -> None:
+        self.fleet = speaker.fleet
+        self.serves_old = True
+        #: Engines that the last abort did not reach, so that a session may still be open there.
+        self.unreached: list[Engine] = []
+        self._speaker = speaker
         self._mode = mode
         self._transport = transport
         self._lease = lease
         self._session = ""
         self._version = ""
         self._shares: Mapping[tuple[str, int], Share] = {}
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._installs = 0
-        self.serves_old = True
         self._generations: dict[tuple[str, int], int] = {}
-        self._refused: set[tuple[str, int]] = set()
+        self._unclaimed: set[tuple[str, int]] = set()
         self._whole: set[tuple[str, int]] = set()
         self._installing = False
 
-    # -- connecting ------------------------------------------------------------------------------------------------
-
-    def meet(
-        self, manifest: Manifest, probe: Handle, engines: Sequence[Engine] | None = None, *, wanted: bool = False
-    ) -> Answer:
-        """Init: every worker says who it is, whether it can open ``probe``, and which tensors it touches.
-
-        With ``wanted`` it also says which boxes of them it wants, and where.
-
-        Raises ``PushError`` listing every fault: unknown tensors, wrong shapes or dtypes, parameters left incomplete.
-        """
-        requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
-
-        def send(engine: Engine) -> None:
-            body = Init(
-                request=requests[id(engine)],
-                report=self._report_url,
-                connection=self.connection,
-                owner=self._owner,
-                manifest=manifest,
-                probe=probe,
-                wanted=wanted,
-            )
-            engine.client.init_weight_transfer_engine(self._codec.seal(body))
-
-        answer = self.fleet.ask("init", send, key=lambda engine: requests[id(engine)], engines=engines)
-        refuse(answer.faults, "connect refused")
-        for engine in self.fleet.engines if engines is None else engines:
-            reports = answer.of(engine)
-            engine.meet(reports)
-            engine.take_over(reports)
-            engine.touched = {r.worker.rank: r.touched for r in reports if r.touched is not None}
-            engine.wanted = {r.worker.rank: r.wanted for r in reports if r.wanted is not None}
-            engine.plan_hashes = {}
-        self._check_scope(manifest)
-        return answer
-
-    def _check_scope(self, manifest: Manifest) -> None:
-        faults: list[WorkerFault] = []
-        ignored: set[int] = set()
-        for engine in self.fleet.engines:
-            taken: set[int] = set()
-            passed: set[int] = set()
-            for rank, touched in engine.touched.items():
-                taken.update(touched.names)
-                passed.update(touched.ignored)
-                if touched.missing_count:
-                    gaps = "; ".join(touched.missing)
-                    message = f"missing tensors leave {touched.missing_count} parameters incomplete: {gaps}"
-                    faults.append(WorkerFault(engine.where, engine.workers[rank].label, Fault("manifest", message)))
-            extra = [manifest.names[i] for i in range(len(manifest)) if i not in taken and i not in passed]
-            if extra:
-                message = f"unknown tensors, which no worker takes: {listed(extra)}"
-                faults.append(WorkerFault(engine.where, "", Fault("manifest", message, extra[0])))
-            ignored |= passed - taken
-        refuse(faults, "connect refused")
-        self.ignored = tuple(manifest.names[i] for i in sorted(ignored))
-
-    # -- a session ---------------------------------------------------------------------------------------------------
+    # -- the lease -----------------------------------------------------------------------------------------------------
 
     def claim(self, version: str, reinit: Callable[[Sequence[Engine]], None]) -> None:
-        """Take the lease everywhere. Engines whose workers are new to us go through ``reinit`` then."""
+        """Take the lease everywhere. Engines whose workers are new to us go through ``reinit``, and are claimed again.
+
+        Raises ``PushError`` when another trainer holds an engine, and ``EngineError`` when a worker is still a stranger
+        after that.
+        """
+        self.fleet.forget(self._session)
         self._session = secrets.token_hex(16)
         self._version = version
         self._pending = None
-        self._generations, self._refused = {}, set()
+        self._generations, self._unclaimed = {}, set()
         self._whole, self._installing = set(), False
-        requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
+        strangers = self._claim(self.fleet.engines)
+        if not strangers:
+            return
+        reinit(strangers)
+        strange = self._claim(strangers)
+        if strange:
+            raise EngineError(
+                f"workers of {', '.join(engine.where for engine in strange)} forget this trainer as soon as they have "
+                "met it: does the engine restart, or does another trainer connect to it?"
+            )
 
-        def send(engine: Engine) -> None:
-            body = Claim(
-                request=requests[id(engine)],
-                report=self._report_url,
-                connection=self.connection,
+    def _claim(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Claim ``engines``; returns those of which a worker does not know this connection, and took no lease."""
+
+        def body(engine: Engine, heading: Heading) -> Claim:
+            return Claim(
+                request=heading.request,
+                report=self._speaker.report_url,
+                connection=self._speaker.connection,
+                count=heading.count,
+                nonces=engine.nonces,
                 session=self._session,
-                owner=self._owner,
+                owner=self._speaker.owner,
                 lease_seconds=self._lease,
             )
-            engine.client.init_weight_transfer_engine(self._codec.seal(body))
 
-        answer = self.fleet.ask("claim", send, key=lambda engine: requests[id(engine)])
-        self._generations = {(r.worker.engine, r.worker.rank): r.generation for _, r in answer.reports}
-        self._refused = {(r.worker.engine, r.worker.rank) for _, r in answer.reports if r.faults}
-        self._whole = {(r.worker.engine, r.worker.rank) for _, r in answer.reports if r.servable}
-        refuse(answer.faults, f"push of {version!r} refused")
-        strangers = []
-        for engine in self.fleet.engines:
-            reports = answer.of(engine)
+        replies = self._speaker.ask("claim", body, engines)
+        for engine in engines:
+            reports = replies.of(engine)
             engine.take_over(reports)
+            for report in reports:
+                who = (report.worker.engine, report.worker.rank)
+                self._generations[who] = report.generation
+                (self._whole.add if report.servable else self._whole.discard)(who)
+                held = not report.faults and report.connection == self._speaker.connection
+                (self._unclaimed.discard if held else self._unclaimed.add)(who)
+        refuse(replies.faults, f"push of {self._version!r} refused")
+        strangers = []
+        for engine in engines:
+            reports = replies.of(engine)
             known = {rank: worker.engine for rank, worker in engine.workers.items()}
             if {r.worker.rank: r.worker.engine for r in reports} != known or any(
-                r.connection != self.connection for r in reports
+                r.connection != self._speaker.connection for r in reports
             ):
                 engine.meet(reports)
                 strangers.append(engine)
             else:
                 engine.plan_hashes = {r.worker.rank: r.plan_hash for r in reports}
-        if strangers:
-            reinit(strangers)
+        return strangers
+
+    def release(self, *, published: bool = False, close: bool = False) -> Replies:
+        """Give the lease back, and with ``close`` the connection too; an engine that is busy is left to its lease.
+
+        ``published`` says that the weights have their name everywhere. An engine that is not left paused is said to be
+        settled: of any other the next trainer learns from its workers that the pause it finds is nobody's.
+        """
+
+        def body(engine: Engine, heading: Heading) -> Release:
+            return Release(
+                request=heading.request,
+                report=self._speaker.report_url,
+                connection=self._speaker.connection,
+                count=heading.count,
+                owner=self._speaker.owner,
+                close=close,
+                published=published,
+                settled=not engine.paused_by_us,
+            )
+
+        engines = [engine for engine in self.fleet.engines if not engine.busy]
+        if not (published or close):
+            # After an abort, which gave the lease back: only who has something to hear.
+            engines = [engine for engine in engines if not engine.paused_by_us and engine not in self.unreached]
+        replies = self._speaker.ask("release", body, engines, checked=False)
+        self.fleet.forget(self._session)
+        return replies
+
+    # -- a session ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Open the session on every worker."""
@@ -183,7 +169,7 @@ class Lead:
             workers=len(engine.workers),
             sequence=0,
             weight_version=self._version,
-            connection=self.connection,
+            connection=self._speaker.connection,
             mode=self._mode,
             transport=self._transport,
             installs=self._installs,
@@ -192,7 +178,7 @@ class Lead:
             handles=None if known else share.handles,
             program=None if known else share.program,
         )
-        return self._codec.seal(body)
+        return self._speaker.seal(body)
 
     def install(self, turn: int) -> None:
         """Send round ``turn`` to all engines, without waiting; the one before must have been waited for."""
@@ -201,7 +187,7 @@ class Lead:
             engine.client.update_weights(self._payload(engine, entry))
 
         def entry(engine: Engine, rank: int | None) -> Mapping[str, str]:
-            return self._codec.seal(
+            return self._speaker.seal(
                 Install(
                     session=self._session,
                     engine=engine.id,
@@ -214,50 +200,57 @@ class Lead:
             )
 
         self._installing = True
-        self._pending = _Pending(lambda: self._ask("install", send, sequence=turn + 1))
+        self._pending = Pending(lambda: self._ask("install", send, sequence=turn + 1))
 
     def installed(self) -> tuple[tuple[Engine, Report], ...]:
         """Wait for the install under way, if one is; raises ``PushError`` when any worker failed."""
         if self._pending is None:
             return ()
-        answer, self._pending = self._pending.wait(), None
-        self._raise(answer)
-        return answer.reports
+        replies, self._pending = self._pending.wait(), None
+        self._raise(replies)
+        return replies.reports
 
     def finish(self) -> None:
         """Every worker attests that all it was prepared for is installed."""
-        answer = self._ask("finish", lambda engine: engine.client.finish_weight_update())
-        self._raise(answer)
+        replies = self._ask("finish", lambda engine: engine.client.finish_weight_update())
+        self._raise(replies)
         for engine in self.fleet.engines:
-            odd = [r.worker.label for r in answer.of(engine) if not r.servable or r.weight_version != self._version]
-            if odd or len(answer.of(engine)) != len(engine.workers):
+            came = replies.of(engine)
+            odd = [r.worker.label for r in came if not r.servable or r.attested_version != self._version]
+            if odd or len(came) != len(engine.workers):
                 raise StateError(f"{engine.where}: not every worker attested {self._version!r}: {', '.join(odd)}")
 
     def set_version(self) -> None:
         """Name the weights on every engine that can be told; only after every worker of every engine attested."""
 
         def send(engine: Engine) -> None:
-            tell = capability(engine.client, "update_weight_version")
+            tell = engine.optional("update_weight_version")
             if tell is not None:
                 tell(self._version)
 
         failed = self.fleet.each("update_weight_version", send)
-        refuse([WorkerFault(e.where, "", fault_of(error)) for e, error in failed], "the version was not set everywhere")
+        if not failed:
+            return
+        named = [engine.where for engine in self.fleet.engines if engine not in dict(failed)]
+        carry = f"engines that may carry {self._version!r} although it is not published: " + ", ".join(
+            [*named, *(f"{engine.where} (not known)" for engine, _ in failed)]
+        )
+        faults = [WorkerFault.of(engine, error) for engine, error in failed]
+        refuse(faults, f"the version was not set everywhere ({carry})")
 
     def abort(self, reason: str) -> str:
         """End the session everywhere, as far as it can be reached; says in words what the fleet now serves."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        # An install under way is not waited for: an engine that is still busy with it is found out below.
+        self._pending = None
         # A worker that refused our claim is in somebody else's session, or in none: its weights are not ours to end.
-        ours = {(engine.id, worker.rank) for engine, worker in self.fleet.workers()} - self._refused
+        ours = {(engine.id, worker.rank) for engine, worker in self.fleet.workers()} - self._unclaimed
         reached = [engine for engine in self.fleet.engines if any((engine.id, rank) in ours for rank in engine.workers)]
 
         def send(engine: Engine) -> None:
             engine.client.update_weights(self._payload(engine, entry))
 
         def entry(engine: Engine, rank: int | None) -> Mapping[str, str]:
-            return self._codec.seal(
+            return self._speaker.seal(
                 Abort(
                     session=self._session,
                     engine=engine.id,
@@ -269,15 +262,18 @@ class Lead:
                 )
             )
 
-        answer = self._ask("abort", send, engines=reached)
-        spoke = {(engine.id, report.worker.rank): report for engine, report in answer.reports}
+        replies = self._ask("abort", send, engines=reached)
+        self.fleet.forget(self._session)
+        spoke = {(engine.id, report.worker.rank): report for engine, report in replies.reports}
         mute = ours - spoke.keys()
+        self.unreached = [engine for engine in reached if not replies.of(engine)]
         silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) in mute]
         broken = [report.worker.label for report in spoke.values() if not report.servable]
+        # Of a worker that did not say how it was before, nobody can tell whether it is the better for this session.
         renewed = [
             report.worker.label
             for who, report in spoke.items()
-            if report.servable and report.generation != self._generations.get(who)
+            if report.servable and who in self._generations and report.generation != self._generations[who]
         ]
         # A worker that was whole and was told to install nothing has what it had, even if it cannot say so.
         known = not mute or (not self._installing and mute <= self._whole)
@@ -295,22 +291,6 @@ class Lead:
         }
         return "; ".join(f"{what}: {', '.join(sorted(who))}" for what, who in parts.items() if who)
 
-    def release(self, *, connection: bool = False) -> Answer:
-        """Give the lease back, and on closing the connection too."""
-        self.fleet.forget(self._session)
-        requests = {id(engine): secrets.token_hex(8) for engine in self.fleet.engines}
-
-        def send(engine: Engine) -> None:
-            body = Release(
-                request=requests[id(engine)],
-                report=self._report_url,
-                owner=self._owner,
-                connection=self.connection if connection else "",
-            )
-            engine.client.init_weight_transfer_engine(self._codec.seal(body))
-
-        return self.fleet.ask("release", send, key=lambda engine: requests[id(engine)])
-
     def _ask(
         self,
         call: str,
@@ -318,32 +298,9 @@ class Lead:
         *,
         sequence: int = -1,
         engines: Sequence[Engine] | None = None,
-    ) -> Answer:
+    ) -> Replies:
         session = self._session
         return self.fleet.ask(call, action, key=lambda engine: session, sequence=sequence, engines=engines)
 
-    def _raise(self, answer: Answer) -> None:
-        refuse(answer.faults, f"push of {self._version!r} failed")
-
-
-class _Pending:
-    """One call to the fleet running in the background."""
-
-    def __init__(self, action: Callable[[], Answer]) -> None:
-        self._result: list[Answer | BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(action,), name="rankcast install", daemon=True)
-        self._thread.start()
-
-    def _run(self, action: Callable[[], Answer]) -> None:
-        try:
-            self._result.append(action())
-        except BaseException as error:
-            self._result.append(error)
-
-    def wait(self) -> Answer:
-        # Bounded: the fleet gives up on an engine that makes no progress.
-        self._thread.join()
-        result = self._result[0]
-        if isinstance(result, BaseException):
-            raise result
-        return result
+    def _raise(self, replies: Replies) -> None:
+        refuse(replies.faults, f"push of {self._version!r} failed")

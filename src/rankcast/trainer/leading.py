@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest
 from rankcast.plan.schedule import Placed
 from rankcast.telemetry.progress import StageClock
 from rankcast.telemetry.report import PushReport, WorkerRow
-from rankcast.trainer.fleet import Engine, refuse
+from rankcast.trainer.engine import Engine, refuse
 from rankcast.trainer.lead import Lead
+from rankcast.trainer.meeting import Scope, meet
 from rankcast.trainer.pausing import pause, reset_caches, resume
 from rankcast.trainer.planning import Planning
 from rankcast.trainer.shares import Share
+from rankcast.trainer.speaker import Speaker
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
 
@@ -35,21 +36,23 @@ class Leading:
 
     def __init__(
         self,
-        lead: Lead,
-        channel: ReportChannel,
-        kind: str,
+        speaker: Speaker,
         manifest: Manifest,
+        kind: str,
+        scope: Scope,
         *,
         mode: str,
         transport: str,
         pause_mode: str | None,
+        lease: float,
     ) -> None:
-        self.lead = lead
+        self.lead = Lead(speaker, mode=mode, transport=transport, lease=lease)
         self.kind = kind
-        self.planning = Planning(lead.fleet, manifest, mode=mode)
+        self.planning = Planning(speaker.fleet, manifest, mode=mode)
         self.total_bytes = 0
-        self._fleet = lead.fleet
-        self._channel = channel
+        self._speaker = speaker
+        self._fleet = speaker.fleet
+        self._scope = scope
         self._mode = mode
         self._transport = transport
         self._pause = pause_mode
@@ -59,31 +62,41 @@ class Leading:
         self._open = False
         self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
+        self._carried: Counter[tuple[str, int]] = Counter()
+        self._before = (0, 0, 0)
         self._shares: Mapping[tuple[str, int], Share] = {}
 
     @classmethod
     def meet(
         cls,
-        lead: Lead,
-        channel: ReportChannel,
+        speaker: Speaker,
         manifest: Manifest,
         *,
         mode: str,
         transport: str,
         pause_mode: str | None,
+        lease: float,
     ) -> Leading:
         """Meet the fleet, and find out by a probe how its workers can open what this trainer exports.
 
-        Raises ``PushError`` as ``Lead.meet`` does, and ``UnsupportedError`` when a worker can open neither kind.
+        Raises ``PushError`` as ``meeting.meet`` does, and ``UnsupportedError`` when a worker can open neither kind.
         """
         why: dict[str, str] = {}
         for kind in ("shm", "shm_name"):
             with create_segment(_PROBE_BYTES, kind=kind) as probe:
-                answer = lead.meet(manifest, probe.handle, wanted=mode in ROUTED)
-            shut = next(((r.worker.label, r.unreachable) for _, r in answer.reports if not r.opened), None)
-            if shut is None:
-                return cls(lead, channel, kind, manifest, mode=mode, transport=transport, pause_mode=pause_mode)
-            why[kind] = f"{shut[0]}: {shut[1]}"
+                met = meet(speaker, manifest, probe.handle, wanted=mode in ROUTED)
+            if met.shut is None:
+                return cls(
+                    speaker,
+                    manifest,
+                    kind,
+                    met.scope,
+                    mode=mode,
+                    transport=transport,
+                    pause_mode=pause_mode,
+                    lease=lease,
+                )
+            why[kind] = f"{met.shut[0]}: {met.shut[1]}"
         raise UnsupportedError(
             "a worker cannot open this trainer's shared memory, neither through /proc "
             f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
@@ -96,24 +109,34 @@ class Leading:
         says that shards lie elsewhere than at the last push.
         """
         self._version = version
-        self._seconds = {}
+        self._seconds.clear()
+        self._carried.clear()
         self._published = False
-        self._requests = _requests(self._fleet.engines)
+        self._before = self._counters()
         self._fleet.worker_calls = 0
         self._open = True
         met: list[Engine] = []
 
         def meet_again(engines: Sequence[Engine]) -> None:
-            # Workers that restarted or joined late get the manifest again, and then everything.
             met.extend(engines)
-            with create_segment(_PROBE_BYTES, kind=self.kind) as probe:
-                self.lead.meet(self._manifest, probe.handle, engines, wanted=self._mode in ROUTED)
+            self._meet_again(engines)
 
         self.lead.claim(version, meet_again)
         self.planning.renew(met=bool(met), moved=moved)
         refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
         self.lead.start()
         return bool(met)
+
+    def _meet_again(self, engines: Sequence[Engine]) -> None:
+        """Workers that restarted or joined late get the manifest again, and then everything."""
+        with create_segment(_PROBE_BYTES, kind=self.kind) as probe:
+            met = meet(self._speaker, self._manifest, probe.handle, engines, wanted=self._mode in ROUTED)
+        if met.shut is not None:
+            raise UnsupportedError(
+                f"{met.shut[0]} was met again and cannot open this trainer's shared memory as the other workers do "
+                f"({met.shut[1]}): connect again, to find another way"
+            )
+        self._scope = met.scope
 
     def prepare(self, rest: Manifest, placed: Placed, handles: tuple[Handle, ...]) -> int:
         """Returns, when every worker has proved the whole session, how many installs come before the staged rounds."""
@@ -134,6 +157,8 @@ class Leading:
         for engine, report in self.lead.installed():
             who = (engine.id, report.worker.rank)
             self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
+            if (report.tensors or report.nbytes) and not report.repeated:
+                self._carried[who] += 1
 
     def finish(self) -> None:
         """Every worker of every engine attests."""
@@ -145,53 +170,72 @@ class Leading:
         The lease goes last: were this trainer to die before, the next one sees by it whose pause it finds.
         """
         self.lead.set_version()
-        refuse(reset_caches(self._fleet), "the weights are installed but not published")
+        refuse(
+            reset_caches(self._fleet),
+            f"{self._version!r} is installed, and engines may carry its name, but it is not "
+            "published: a cache was not reset",
+        )
         self._open, self._published = False, True
         stuck = resume(self._fleet)
-        released = self.lead.release().faults
+        released = self.lead.release(published=True).faults
+        for engine in self._fleet.engines:
+            engine.paused_by_user = False
         refuse(stuck, f"{self._version!r} is published but an engine did not resume")
         refuse(released, f"{self._version!r} is published but an engine did not give its lease back")
 
     def abandon(self, reason: str) -> str:
-        """End the session on the whole fleet; says what it serves now. Never raises."""
+        """End the session on the whole fleet; says what it serves now. Never raises.
+
+        Short, so that the other trainer ranks hear of it in time: an engine that is busy with a call is left to it, and
+        told at the next push, or at ``close``.
+        """
         try:
             if self._published:
                 return f"every worker serves {self._version!r}; what did not resume stays paused"
             if not self._open:
                 return "no session was open: every worker serves what it had"
-            self._open = False
-            state = self.lead.abort(reason)
-            if not self.lead.serves_old:
-                paused = any(engine.paused_by_us for engine in self._fleet.engines)
-                held = "Engines stay paused: push again, which resumes them when every worker is whole"
-                return f"{state}. {held if paused else 'Push again'}"
-            stuck = resume(self._fleet)
-            return state + "".join(f"; {fault} (still paused)" for fault in stuck)
+            with self._fleet.ending():
+                return self._end(reason)
         except Exception as error:
             return f"the fleet could not be told to abort ({type(error).__name__}: {error}): ask rankcast status"
+
+    def _end(self, reason: str) -> str:
+        state = self.lead.abort(reason)
+        self._open = bool(self.lead.unreached)
+        stuck: list[str] = []
+        if self.lead.serves_old:
+            stuck = [f"{fault} (still paused)" for fault in resume(self._fleet)]
+        elif any(engine.paused_by_us for engine in self._fleet.engines):
+            state += ". Engines stay paused: push again, which resumes them when every worker is whole"
+        else:
+            state += ". Push again"
+        self.lead.release()
+        return "; ".join([state, *stuck])
 
     def report(self, clock: StageClock, *, staged_bytes: int) -> PushReport:
         """The report of the push just published."""
         rows = []
         for engine, worker in self._fleet.workers():
-            rank, share = worker.rank, self._shares[engine.id, worker.rank]
+            who = (engine.id, worker.rank)
             rows.append(
                 WorkerRow(
                     engine=engine.id,
                     where=engine.where,
-                    rank=rank,
+                    rank=worker.rank,
                     dp=worker.dp,
                     pp=worker.pp,
                     tp=worker.tp,
                     ep=worker.ep,
-                    tensors=share.tensors,
-                    nbytes=share.nbytes,
-                    calls=share.calls,
-                    seconds=self._seconds.get((engine.id, rank), 0.0),
+                    tensors=self._shares[who].tensors,
+                    nbytes=self._shares[who].nbytes,
+                    calls=self._carried[who],
+                    seconds=self._seconds.get(who, 0.0),
                 )
             )
         calls = sum(row.calls for row in rows)
-        requests, request_bytes = _requests(self._fleet.engines)
+        requests, request_bytes, engine_calls = (
+            now - before for now, before in zip(self._counters(), self._before, strict=True)
+        )
         return PushReport(
             weight_version=self._version,
             mode=self._mode,
@@ -204,28 +248,31 @@ class Leading:
             staged_bytes=staged_bytes,
             worker_calls=calls,
             control_calls=self._fleet.worker_calls - calls,
-            requests=requests - self._requests[0],
-            request_bytes=request_bytes - self._requests[1],
-            ignored=self.lead.ignored,
+            engine_calls=engine_calls,
+            requests=requests,
+            request_bytes=request_bytes,
+            ignored=self._scope.ignored,
+            untouched=self._scope.untouched,
             direct_tensors=len(self.planning.ways.direct),
+            direct_nbytes=self.planning.direct_nbytes,
             through_loader=dict(Counter(self.planning.ways.reasons.values())),
+            ways=self.planning.way_rows,
             workers=tuple(rows),
+        )
+
+    def _counters(self) -> tuple[int, int, int]:
+        """Requests, bytes of bodies and optional calls so far; a client that does not count counts as nothing."""
+        clients = [engine.client for engine in self._fleet.engines]
+        return (
+            sum(getattr(client, "requests", 0) for client in clients),
+            sum(getattr(client, "request_bytes", 0) for client in clients),
+            sum(engine.calls for engine in self._fleet.engines),
         )
 
     def close(self) -> None:
         """Give everything back; engines that cannot be reached any more are left alone."""
-        self.lead.release(connection=True)
-        self._channel.close()
-        for engine in self._fleet.engines:
-            close = getattr(engine.client, "close", None)
-            if callable(close):
-                close()
-
-
-def _requests(engines: Sequence[Engine]) -> tuple[int, int]:
-    """Requests and bytes of bodies so far; a client that does not count counts as nothing."""
-    clients = [engine.client for engine in engines]
-    return (
-        sum(getattr(client, "requests", 0) for client in clients),
-        sum(getattr(client, "request_bytes", 0) for client in clients),
-    )
+        if self._open:
+            # An engine was too busy to be told that its session ended. Nobody waits for this, so it may take its time.
+            with self._fleet.ending(patient=True):
+                self._end("the sync was closed")
+        self.lead.release(close=True)

@@ -6,14 +6,17 @@ Everything here is made again only when a worker is new or a shard moved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest, listed
 from rankcast.plan.routes import Plan
 from rankcast.plan.schedule import Placed
+from rankcast.telemetry.report import WayRow
 from rankcast.trainer.direct import DirectExports, Ways, choose_ways, plan_of
-from rankcast.trainer.fleet import Engine, Fleet, WorkerFault, refuse
+from rankcast.trainer.engine import Engine, WorkerFault, refuse
+from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.shares import Routes, Share, cut_share
 from rankcast.wire.handles import Handle
 from rankcast.wire.reports import Fault, Wanted
@@ -30,6 +33,7 @@ class Planning:
         self._mode = mode
         self._direct: DirectExports | None = None
         self._shares: dict[tuple[str, int], Share] = {}
+        self._rows: tuple[WayRow, ...] = ()
         self._made_of: tuple[Placed, tuple[Handle, ...]] | None = None
 
     def use(self, direct: DirectExports) -> Ways:
@@ -98,6 +102,7 @@ class Planning:
         """What each worker, by engine id and rank, receives: ``rest`` by schedule, all else by program."""
         if self._made_of is None or self._made_of[0] is not placed or self._made_of[1] is not staged:
             self._shares = self._cut(rest, placed, staged)
+            self._rows = self._count(rest)
             self._made_of = (placed, staged)
         return self._shares
 
@@ -126,3 +131,36 @@ class Planning:
             return touched
         names = self._manifest.names
         return tuple(rest.index[names[i]] for i in touched if names[i] in rest.index)
+
+    @property
+    def way_rows(self) -> tuple[WayRow, ...]:
+        """How many tensors and bytes of the last shares go which way, and why."""
+        return self._rows
+
+    @property
+    def direct_nbytes(self) -> int:
+        """What all workers together read by route, of the last shares."""
+        return sum(share.nbytes_by_install[0] for share in self._shares.values() if share.program is not None)
+
+    def _count(self, rest: Manifest) -> tuple[WayRow, ...]:
+        # Workers that touch the same tensors are counted at once: there are few kinds of them.
+        kinds = Counter(self._touched(engine, worker.rank, rest) for engine, worker in self._fleet.workers())
+        readers = [0] * len(rest)
+        for touched, many in kinds.items():
+            for index in touched:
+                readers[index] += many
+        way = "broadcast" if self._mode == "broadcast" else "ranklocal"
+        untried = f"mode={self._mode!r}"
+        if self._mode not in ("broadcast", "ranklocal"):
+            untried = "workers cannot open this trainer's memory where it lies"
+        tensors: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
+        for index, name in enumerate(rest.names):
+            why = self.ways.reasons.get(name, untried)
+            tensors[why] += 1
+            nbytes[why] += readers[index] * rest.sizes[index]
+        rows = [WayRow(way, why, count, nbytes[why]) for why, count in tensors.items()]
+        if self.ways.direct:
+            why = "every trainer rank lets it be read where it lies, and every worker can copy it"
+            rows.insert(0, WayRow("direct", why, len(self.ways.direct), self.direct_nbytes))
+        return tuple(rows)

@@ -58,6 +58,8 @@ class Staging:
         except BaseException:
             self.close()
             raise
+        # A pass over a source that lies still and of which nothing is copied would only look at it once more.
+        self._idle = source.stable and not any(self._mine)
         self._reader: Iterator[Weight] | None = None
 
     @property
@@ -68,14 +70,16 @@ class Staging:
     def begin(self) -> None:
         """Start a fresh pass over the source."""
         self.end()
-        self._reader = iter(self._source.read())
+        if not self._idle:
+            self._reader = iter(self._source.read())
 
     def stage(self, turn: int) -> int:
         """Write this rank's tensors of round ``turn`` into their buffer; returns how many bytes it wrote.
 
         Raises ``SourceError`` when the source deviates from its manifest.
         """
-        assert self._reader is not None, "begin comes first"
+        if self._idle:
+            return 0
         buffer = self._buffers[self._places[turn]]
         written = 0
         # Never one ahead: a source may run a collective for its next tensor, which the other ranks reach only in the

@@ -7,6 +7,8 @@ says what the fleet serves now.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from types import TracebackType
 from typing import Self
 
@@ -20,44 +22,53 @@ from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.leading import Leading
-from rankcast.trainer.sources.base import WeightSource
+
+_LOG = logging.getLogger("rankcast")
 
 
 class Sync:
     """Pushes one source into one fleet, any number of times. Made by ``rankcast.connect``; a context manager.
 
-    In an SPMD trainer every rank has one, and every rank makes every call.
+    In an SPMD trainer every rank has one, and every rank makes every call, in the same order. One thread at a time.
     """
 
     def __init__(
         self,
-        source: WeightSource,
         group: TrainerGroup,
         exports: Exports,
         leading: Leading | None,
-        progress: ProgressCallback | None,
         direct: DirectExports | None,
+        progress: ProgressCallback | None,
+        closing: contextlib.ExitStack,
     ) -> None:
-        self._source = source
+        """``closing`` has everything that ``close`` gives back; ``leading`` is there on trainer rank 0 only."""
         self._group = group
         self._exports = exports
         self._leading = leading
-        self._progress = progress
         self._direct = direct
+        self._progress = progress
+        self._closing = closing
         self._closed = False
 
     def push(self, weight_version: str) -> PushReport:
         """Bring the source's weights into every worker of every engine, and publish them as ``weight_version``.
 
-        Returns, on every trainer rank, when the trainer may change its weights again. Raises ``PushError`` when the
-        fleet did not take them (its message says what every worker serves now), and ``TrainerError`` when another
-        trainer rank raised or died. A later push starts afresh.
+        ``weight_version`` is any string but an empty one, the same on every trainer rank. Returns, on every rank, when
+        the trainer may change its weights again.
+
+        Raises ``PushError`` when the fleet did not take them (its message says what every worker serves now), and
+        ``TrainerError``, on every rank and within seconds, when another one raised, died or pushes something else. A
+        later push starts afresh. Raises ``StateError`` for a closed sync, and for a version that is no such string,
+        before anything is done.
         """
         if self._closed:
             raise StateError("push on a closed sync: connect again")
-        if not weight_version:
-            raise StateError(f"weight_version is a non-empty string, got {weight_version!r}: name the weights")
         self._group.begin()
+        try:
+            _check_version(weight_version)
+        except StateError as error:
+            self._group.fail(error)
+            raise
         clock = StageClock()
         try:
             return self._push(weight_version, clock)
@@ -77,6 +88,7 @@ class Sync:
     def _push(self, version: str, clock: StageClock) -> PushReport:
         group, exports, leading, direct = self._group, self._exports, self._leading, self._direct
         with clock.stage("plan"):
+            exports.announce(version)
             placed, handles = exports.refresh()
             moved = direct is not None and direct.refresh()
             before = direct.versions() if direct is not None else ()
@@ -155,27 +167,33 @@ class Sync:
         return PushError(message, faults=(text,), codes=(code,), tensor=tensor)
 
     def _tell(self, version: str, stage: Stage, turn: int, rounds: int, done: int) -> None:
-        if self._progress is not None and self._leading is not None:
-            total = self._leading.total_bytes
-            self._progress(Progress(version, stage, turn, rounds, done, total))
+        if self._progress is None or self._leading is None:
+            return
+        try:
+            self._progress(Progress(version, stage, turn, rounds, done, self._leading.total_bytes))
+        except Exception:
+            # Who only watches must not leave a fleet half-way.
+            _LOG.exception("the progress callback raised, and is not called any more")
+            self._progress = None
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of what goes by route, on trainer rank 0; ``None`` where nothing does, and on other ranks."""
+        """The plan of what goes by route: ``explain()``, ``to_json()``, ``hash``.
+
+        There is one on trainer rank 0, from ``connect`` on, and made anew when a worker was met again or a shard moved.
+        ``None`` on other ranks, and where nothing goes by route.
+        """
         return self._leading.planning.plan if self._leading is not None else None
 
     def close(self) -> None:
-        """Give back the lease, the segments, the report channel and the trainer ranks' connections. Idempotent."""
+        """Give back the lease, the segments, the report channel and the trainer ranks' connections. Idempotent.
+
+        Everything is given back also when one of them raises; the last such error is raised in the end.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._leading is not None:
-            self._leading.close()
-        self._exports.close()
-        if self._direct is not None:
-            self._direct.close()
-        self._source.close()
-        self._group.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,3 +202,13 @@ class Sync:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str):
+        raise StateError(
+            f"weight_version is {version!r}, of type {type(version).__name__}; it must be a str: name the weights, "
+            f"for example push({str(version)!r})"
+        )
+    if not version:
+        raise StateError("weight_version is an empty string: name the weights")

@@ -5,7 +5,7 @@ This module knows URLs, receivers and clients. It must not know what is said thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankcast.control.client import WeightSyncClient
@@ -17,12 +17,19 @@ from rankcast.topology import Worker
 
 
 def clients(
-    target: object, *, headers: Mapping[str, str] | None, tls_verify: bool, timeout: float
+    target: object,
+    *,
+    headers: Mapping[str, str] | None,
+    tls_verify: bool,
+    timeout: float,
+    sign: Callable[[str, bytes], str] | None = None,
 ) -> list[tuple[str, WeightSyncClient]]:
     """One (label, client) for each engine that ``target`` names.
 
     ``target`` is a URL, a ``vllm.LLM``, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that
-    share an engine id are one engine. Raises ``UnsupportedError`` for anything else and for an engine named twice.
+    share an engine id are one engine. ``sign`` gives the MAC of a route and a body, for clients made from URLs: those
+    are the caller's to close, all others stay with whoever made them. Raises ``UnsupportedError`` for anything else
+    and for an engine named twice.
     """
     items = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
     if not items:
@@ -32,7 +39,7 @@ def clients(
     for item in items:
         worker = getattr(item, "worker", None)
         if isinstance(item, str):
-            found.append((item, HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout)))
+            found.append((item, HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout, sign=sign)))
         elif LLMClient.fits(item):
             found.append((f"in-process vLLM {len(found)}", LLMClient(item)))
         elif isinstance(worker, Worker):
@@ -50,3 +57,9 @@ def clients(
         raise UnsupportedError(f"an engine is named twice among the targets: {', '.join(urls)}")
     found += [(f"in-process engine {engine[:8]}", InProcessClient(group)) for engine, group in receivers.items()]
     return found
+
+
+def made_here(target: object, over_http: Sequence[HttpClient]) -> list[HttpClient]:
+    """Those of ``over_http`` that ``clients`` made from URLs of ``target``."""
+    given = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
+    return [client for client in over_http if not any(client is one for one in given)]

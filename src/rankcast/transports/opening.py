@@ -12,6 +12,10 @@ from rankcast.wire.handles import FileHandle, Handle
 
 Opened = OpenedSegment | OpenedFile
 
+#: The data planes whose handles can be opened here, and those of them that are mapped, as a loader needs it.
+PLANES = frozenset({"shm", "file"})
+MAPPED = frozenset({"shm"})
+
 
 def open_any(handle: Handle) -> Opened:
     """Open what ``handle`` describes; raises ``LocationError`` and ``LimitError`` as the transports do."""

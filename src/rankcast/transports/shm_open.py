@@ -19,6 +19,7 @@ from rankcast.errors import LimitError, LocationError
 from rankcast.process import provably_dead
 from rankcast.transports.limits import SHARED_MEMORY, check_mappings, raise_descriptor_limit
 from rankcast.transports.owner import READ_ONLY, check_host, check_namespace, check_owner, refusal, status_of
+from rankcast.transports.private_pages import may_have_written
 from rankcast.transports.segment import OpenedSegment
 from rankcast.wire.handles import FileHandle, Handle, MemoryHandle, ShmHandle, ShmNameHandle, check_format
 
@@ -88,7 +89,9 @@ class _Mapped(OpenedSegment):
     def refresh(self) -> None:
         if self._mapping is None:
             raise LocationError(f"{self.label} was refreshed after it was closed")
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        # Pages that are dropped must be mapped anew, which costs as much as reading them: only where it is needed.
+        if self._memory is None or may_have_written(self._memory.data_ptr(), self.size):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         self._memory = None

@@ -8,6 +8,8 @@ one worker and say for which, or for all workers of one engine when ``rank`` is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from rankcast.manifest import Manifest
@@ -44,12 +46,16 @@ class Init(_Body, frozen=True, tag="init"):
     """Opens a connection: where reports go, and the manifest from which a worker says which names it touches.
 
     ``probe`` is a small segment; workers report whether they can open it, which tells the trainer how to export. With
-    ``wanted`` they also report the boxes that they want. Refused while another trainer's session is open.
+    ``wanted`` they also report the boxes that they want. Refused while a session is open whose trainer may be alive.
+
+    ``count`` rises with every init, claim and release of one connection, so that a worker knows a repeated one. Each
+    worker answers with a fresh ``nonce``, which the claims of this connection must carry.
     """
 
     request: str
     report: str
     connection: str
+    count: int
     owner: Owner
     manifest: Manifest
     probe: Handle
@@ -59,24 +65,36 @@ class Init(_Body, frozen=True, tag="init"):
 class Claim(_Body, frozen=True, tag="claim"):
     """Takes the lease for one session before it starts; a session left open by a dead trainer is aborted.
 
-    ``lease_seconds`` is how long the worker keeps the lease without hearing from its owner.
+    ``lease_seconds`` is how long the worker keeps the lease without hearing from its owner. ``nonces`` has, by rank as
+    text, what each worker of the engine answered to its init: to a worker that drew another one since, as one that was
+    restarted has, this claim is a stranger's, and it only says how it is.
     """
 
     request: str
     report: str
     connection: str
+    count: int
+    nonces: Mapping[str, str]
     session: str
     owner: Owner
     lease_seconds: float
 
 
 class Release(_Body, frozen=True, tag="release"):
-    """Gives the lease back at the end of a session; ``connection`` names one to close as well, or is empty."""
+    """Gives the lease back at the end of a session, and with ``close`` the connection too.
+
+    ``published`` says that the session's weights have their name on every engine; ``settled`` that nothing which its
+    owner paused is left paused, so that there is nothing for the next trainer to clear up.
+    """
 
     request: str
     report: str
+    connection: str
+    count: int
     owner: Owner
-    connection: str = ""
+    close: bool = False
+    published: bool = False
+    settled: bool = False
 
 
 InitBody = Identify | Init | Claim | Release

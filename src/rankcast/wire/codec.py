@@ -22,6 +22,9 @@ from rankcast.wire.bodies import PROTOCOL
 #: The longest body a worker parses, in bytes. A schedule of 100,000 tensors takes about 12 MB.
 BODY_LIMIT = 64 * 2**20
 
+#: The header in which a request without a signed body carries its MAC.
+MAC_HEADER = "X-Rankcast-Mac"
+
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
@@ -66,6 +69,27 @@ class Codec:
             self._authenticate(text, envelope.get("mac"), what)
         return decode(text, kinds, what=what)
 
+    def sign(self, route: str, body: bytes) -> str:
+        """The MAC (hex) of a request to ``route`` (its query included) with ``body``; raises without a secret.
+
+        A route begins with a slash and a message with a brace: neither MAC can stand for the other.
+        """
+        if self._secret is None:
+            raise AuthenticationError(f"a request to {route} cannot be signed: there is no secret")
+        return hmac.new(self._secret, route.encode(errors="surrogatepass") + b"\n" + body, hashlib.sha256).hexdigest()
+
+    def check_signature(self, route: str, body: bytes, mac: str | None) -> None:
+        """Raise ``AuthenticationError`` unless ``mac`` is that of the request; without a secret every one is fine."""
+        if self._secret is None:
+            return
+        if mac is None:
+            raise AuthenticationError(
+                f"{route} came without {MAC_HEADER} and this engine has a secret: set the same RANKCAST_SECRET "
+                "(or RANKCAST_SECRET_FILE) on both sides"
+            )
+        if not hmac.compare_digest(_bytes(mac), self.sign(route, body).encode()):
+            raise AuthenticationError(f"{route} carries a wrong MAC: the two sides have different secrets")
+
     def _authenticate(self, text: str, mac: object, what: str) -> None:
         if not isinstance(mac, str):
             raise AuthenticationError(
@@ -102,11 +126,13 @@ def decode(text: str | bytes, kinds: Any, *, what: str) -> Any:
         raise PayloadError(f"{what} is malformed: {fault}") from None
 
 
-def find_secret(given: str | None = None) -> bytes | None:
+def find_secret(given: str | bytes | None = None) -> bytes | None:
     """The secret to use: ``given``, else ``RANKCAST_SECRET``, else the contents of ``RANKCAST_SECRET_FILE``.
 
     Raises ``AuthenticationError`` when the file cannot be read or a secret is empty: an empty one protects nothing.
     """
+    if isinstance(given, bytes):
+        given = given.decode(errors="surrogateescape")
     text = given if given is not None else os.environ.get("RANKCAST_SECRET")
     path = os.environ.get("RANKCAST_SECRET_FILE")
     if text is None and path is not None:

@@ -7,7 +7,7 @@ the worker's rank in its engine, over all data-parallel replicas, and must have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -68,14 +68,22 @@ def is_routed(payload: object) -> bool:
     return isinstance(payload, Sequence) and not isinstance(payload, str | bytes)
 
 
-def check_transport(transport: str, *, routed: bool) -> None:
-    """Raise ``UnsupportedError`` for an unknown data plane, and for entries of their own over one that cannot route."""
+def check_transport(transport: str, *, routed: bool, spoken: Collection[str] | None = None) -> None:
+    """Raise ``UnsupportedError`` for an unknown data plane, and for entries of their own over one that cannot route.
+
+    ``spoken`` are those that this side can take part in; any other is refused too (``None``: all of them).
+    """
     if transport not in ROUTES:
         raise UnsupportedError(f"unknown transport {transport!r}: known are {', '.join(ROUTES)}")
     if routed and not ROUTES[transport]:
         raise UnsupportedError(
             f"a payload with an entry for each worker came for transport {transport!r}, which gives every worker the "
             "same: send one dict (mode='broadcast'), or take a transport that routes, such as 'shm'"
+        )
+    if spoken is not None and transport not in spoken:
+        raise UnsupportedError(
+            f"a payload came for transport {transport!r}, which this worker does not speak: send it over "
+            f"{' or '.join(sorted(spoken))}"
         )
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rankcast import errors
-from rankcast.errors import RankcastError
+from rankcast.errors import RankcastError, error_for
 from rankcast.manifest import Manifest
 from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL
@@ -22,11 +21,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor: str | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> Fault:
-        """A fault from an exception; anything that is not rankcast's own is an ``internal`` fault."""
+    def of(cls, error: BaseException, *, other: str = "internal") -> Fault:
+        """A fault from an exception; ``other`` is the code of anything that is not rankcast's own."""
         if isinstance(error, RankcastError):
             return cls(error.code, _sendable(error.message), None if error.tensor is None else _sendable(error.tensor))
-        return cls("internal", _sendable(f"{type(error).__name__}: {error}"))
+        return cls(other, _sendable(f"{type(error).__name__}: {error}"))
 
 
 def _sendable(text: str) -> str:
@@ -36,8 +35,7 @@ def _sendable(text: str) -> str:
 
 def error_of(fault: Fault, *, worker: str | None = None) -> RankcastError:
     """The error that a fault came from, for raising it on another process; unknown codes give the base class."""
-    known = {cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RankcastError)}
-    return known.get(fault.code, RankcastError)(fault.message, tensor=fault.tensor, worker=worker)
+    return error_for(fault.code)(fault.message, tensor=fault.tensor, worker=worker)
 
 
 class Touched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,12 +43,14 @@ class Touched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``names`` are copied from into parameters; ``ignored`` the loader passes over on purpose. ``missing`` says in words
     which parameters would stay incomplete, by at most ten lines, and ``missing_count`` how many there are.
+    ``untouched`` names the persistent buffers that no tensor fills: they keep what they have, and say so here.
     """
 
     names: tuple[int, ...]
     ignored: tuple[int, ...]
     missing: tuple[str, ...] = ()
     missing_count: int = 0
+    untouched: tuple[str, ...] = ()
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,9 +81,13 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``call`` is the kind that was handled (``identify``, ``init``, ``claim``, ``release``, ``start``, ``prepare``,
     ``install``, ``abort``, ``finish``). ``session`` and ``sequence`` are those of the call, ``request`` that of an init
     message. ``state`` and ``servable`` are the worker's after the call; ``generation`` counts the sessions it completed
-    since its process began; ``connection`` and ``plan_hash`` are what it still holds. ``tensors`` and ``nbytes``
-    count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not.
-    ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never gave back.
+    since its process began; ``connection`` and ``plan_hash`` are what it still holds, and ``nonce`` what claims of that
+    connection must carry. ``weight_version`` is the published name of its weights, ``attested_version`` what the last
+    session that completed was prepared as; each is empty when the weights have no such name. ``tensors`` and
+    ``nbytes`` count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable``
+    why not. ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never
+    gave back. ``orphaned`` says that some trainer's claim ended so, or was aborted, and that it never said that nothing
+    was left paused; it stays set until one does.
     """
 
     protocol: int = PROTOCOL
@@ -96,11 +100,14 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     servable: bool
     generation: int
     weight_version: str = ""
+    attested_version: str = ""
     connection: str = ""
+    nonce: str = ""
     plan_hash: str = ""
     faults: tuple[Fault, ...] = ()
     repeated: bool = False
     ended: bool = False
+    orphaned: bool = False
     tensors: int = 0
     nbytes: int = 0
     seconds: float = 0.0

@@ -12,16 +12,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rankcast import errors
-from rankcast.errors import LimitError, PayloadError, RankcastError
+from rankcast.errors import LimitError, PayloadError, RankcastError, error_for
 from rankcast.wire.reports import Fault, Report
 
-#: The longest request body, in bytes. The largest there are carry every worker's schedule of a large model.
+#: The longest request body, in bytes, on the routes whose bodies carry every worker's schedule of a large model.
 BODY_LIMIT = 256 * 2**20
+#: The longest on every other route.
+SMALL_BODY_LIMIT = 4 * 2**20
 
 #: Which status an answer has when workers failed in different ways: first what says most about what the engine serves
 #: now (a worker is lost, a write failed), then whose doing it is.
-_SEVEREST = (503, 500, 401, 409, 413)
+_SEVEREST = (503, 500, 422, 401, 409, 413)
 
 T = TypeVar("T")
 
@@ -106,17 +107,9 @@ def faults_answer(reports: Sequence[Report]) -> Response | None:
 
 def status_of(fault: Fault) -> int:
     """The HTTP status that stands for a fault's code."""
-    return _STATUS.get(fault.code, 500)
+    return error_for(fault.code).status
 
 
 def severity(status: int) -> int:
     """A key by which the status that says most comes first."""
     return _SEVEREST.index(status) if status in _SEVEREST else len(_SEVEREST)
-
-
-def _statuses() -> dict[str, int]:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RankcastError)]
-    return {kind.code: kind.status for kind in kinds}
-
-
-_STATUS = _statuses()

@@ -20,6 +20,7 @@ from rankcast.engines.reference.request import Ask, Generation, Request, end_tok
 from rankcast.engines.reference.standing import WorkerStanding
 from rankcast.engines.reference.turns import PauseMode
 from rankcast.topology import new_engine_id
+from rankcast.wire.codec import Codec
 from rankcast.wire.reports import Report
 
 #: How long all workers may take over one call of an update, in seconds.
@@ -31,9 +32,9 @@ EXCHANGE_SECONDS = 60.0
 class Fleet:
     """Workers that serve one checkpoint together; see ``Layout`` for the sizes.
 
-    ``secret`` is what trainers sign with, if they do. ``start`` spawns the workers, ``close`` ends them. Every method
-    raises ``NotServableError``, naming the worker, once a worker was lost. Methods may be called by any thread; each
-    ``submit_`` method is the one of the same name, without waiting.
+    ``secret`` is what trainers sign with, if they do, and ``codec`` opens what they sign. ``start`` spawns the workers,
+    ``close`` ends them. Every method raises ``NotServableError``, naming the worker, once a worker was lost. Methods
+    may be called by any thread; each ``submit_`` method is the one of the same name, without waiting.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Fleet:
         pp: int = 1,
         dp: int = 1,
         expert_parallel: bool = False,
-        secret: str | None = None,
+        secret: str | bytes | None = None,
         call_seconds: float = CALL_SECONDS,
         exchange_seconds: float = EXCHANGE_SECONDS,
     ) -> None:
@@ -54,7 +55,8 @@ class Fleet:
         self.engine = new_engine_id()
         self._checkpoint = str(checkpoint)
         self._end_tokens = end_tokens(checkpoint)
-        self._secret = secret
+        self._secret = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret
+        self.codec = Codec(self._secret)
         self._exchange_seconds = exchange_seconds
         self._processes = WorkerProcesses(self.layout)
         self._conductor = Conductor(self._processes, call_seconds=call_seconds, exchange_seconds=exchange_seconds)

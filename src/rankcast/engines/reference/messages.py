@@ -27,7 +27,7 @@ class Setup(_Message, frozen=True, tag="setup"):
     layout: Layout
     rank: int
     engine: str
-    secret: str | None
+    secret: bytes | None
     exchange_seconds: float
 
 

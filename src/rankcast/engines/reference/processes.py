@@ -54,7 +54,7 @@ class WorkerProcesses:
 
     # -- coming up ---------------------------------------------------------------------------------------------------
 
-    def start(self, checkpoint: str, engine: str, secret: str | None, exchange_seconds: float) -> None:
+    def start(self, checkpoint: str, engine: str, secret: bytes | None, exchange_seconds: float) -> None:
         """Spawn the workers and wait until all have loaded the checkpoint.
 
         Raises the error with which a worker failed; then, as on every error, ``close`` is the caller's to call.

@@ -19,9 +19,11 @@ from rankcast.engines.reference.server import application
 from rankcast.errors import AuthenticationError
 
 _BACKLOG = 1024
+# Requests that are held while generation is paused count as well; beyond it the answer is 503 at once.
+_CONCURRENT = 1024
 
 
-def check_address(host: str, secret: str | None) -> None:
+def check_address(host: str, secret: str | bytes | None) -> None:
     """Raise ``AuthenticationError`` for an address beyond loopback without a secret: anybody could write weights."""
     if secret is None and not is_loopback(host):
         raise AuthenticationError(
@@ -39,7 +41,7 @@ def serve(
     expert_parallel: bool = False,
     host: str = "127.0.0.1",
     port: int = 0,
-    secret: str | None = None,
+    secret: str | bytes | None = None,
     ready: Callable[[Fleet, str], None] = lambda fleet, url: None,
 ) -> None:
     """Serve ``checkpoint`` until SIGINT or SIGTERM; call it from the main thread.
@@ -67,6 +69,7 @@ def serve(
                 timeout_keep_alive=600,
                 timeout_graceful_shutdown=1,
                 backlog=_BACKLOG,
+                limit_concurrency=_CONCURRENT,
             )
             # uvicorn raises the signal again once it has shut down; it must not kill us before the fleet is closed.
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,11 +20,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rankcast.engines.reference.bodies import BODY_LIMIT, answer, error_answer, faults_answer, parse, read_body
+from rankcast.engines.reference.bodies import (
+    BODY_LIMIT,
+    SMALL_BODY_LIMIT,
+    answer,
+    error_answer,
+    faults_answer,
+    parse,
+    read_body,
+)
 from rankcast.engines.reference.fleet import Fleet
 from rankcast.engines.reference.request import Ask, Generation
 from rankcast.engines.reference.turns import PauseMode
 from rankcast.errors import PayloadError, RankcastError, UnsupportedError
+from rankcast.wire.codec import MAC_HEADER
 from rankcast.wire.reports import Report
 
 _log = logging.getLogger(__name__)
@@ -54,7 +63,12 @@ class _CheckBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def application(fleet: Fleet, *, body_limit: int = BODY_LIMIT) -> Starlette:
-    """The application that serves ``fleet``, which its caller starts and closes; ``body_limit`` is in bytes."""
+    """The application that serves ``fleet``, which its caller starts and closes.
+
+    ``body_limit``, in bytes, is for messages and payloads; other bodies may have ``SMALL_BODY_LIMIT`` at most. Where
+    the fleet has a secret, every route that changes something wants a signature: in the message itself on the init and
+    update routes, and of the route and the body in ``X-Rankcast-Mac`` on all others.
+    """
     routes = _Routes(fleet, body_limit)
     table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("GET", "/health", routes.health),
@@ -105,9 +119,24 @@ class _Routes:
         self._fleet = fleet
         self._limit = body_limit
 
-    async def _body(self, request: Request, kind: type[T], *, optional: bool = False) -> T:
-        body = await read_body(request, self._limit)
-        return parse(body or (b"{}" if optional else b""), kind, request.url.path)
+    async def _message(self, request: Request, kind: type[T]) -> T:
+        """The body of a route whose messages are signed themselves."""
+        return parse(await read_body(request, self._limit), kind, request.url.path)
+
+    async def _asked(self, request: Request, kind: type[T]) -> T:
+        """The body of a route that changes nothing."""
+        return parse(await read_body(request, min(self._limit, SMALL_BODY_LIMIT)), kind, request.url.path)
+
+    async def _ordered(self, request: Request) -> bytes:
+        """The body of a route that changes something; raises ``AuthenticationError`` when it is not signed as it must.
+
+        Only then is anything done. What was signed once can be sent again: see docs/decisions.md.
+        """
+        body = await read_body(request, min(self._limit, SMALL_BODY_LIMIT))
+        query = request.url.query
+        route = f"{request.url.path}?{query}" if query else request.url.path
+        self._fleet.codec.check_signature(route, body, request.headers.get(MAC_HEADER))
+        return body
 
     # -- weight updates ----------------------------------------------------------------------------------------------
 
@@ -116,35 +145,35 @@ class _Routes:
         return faults_answer(reports) or answer({"message": message})
 
     async def init(self, request: Request) -> Response:
-        body = await self._body(request, _InitBody)
+        body = await self._message(request, _InitBody)
         return await self._call("init", body.init_info, "Weight transfer initialized")
 
     async def start(self, request: Request) -> Response:
-        await read_body(request, self._limit)
+        await self._ordered(request)
         return await self._call("start", None, "Weight update started")
 
     async def update(self, request: Request) -> Response:
-        body = await self._body(request, _UpdateBody)
+        body = await self._message(request, _UpdateBody)
         return await self._call("update", body.update_info, "Weights updated")
 
     async def finish(self, request: Request) -> Response:
-        body = await self._body(request, _FinishBody, optional=True)
+        body = parse(await self._ordered(request) or b"{}", _FinishBody, request.url.path)
         reports: list[Report] = await _outcome(self._fleet.submit_finish(body.weight_version))
         return faults_answer(reports) or answer({"message": "Weight update finished"})
 
     async def abort(self, request: Request) -> Response:
-        await read_body(request, self._limit)
+        await self._ordered(request)
         return await self._call("abort", None, "Weight update aborted")
 
     async def update_weight_version(self, request: Request) -> Response:
-        body = await self._body(request, _VersionBody)
+        body = parse(await self._ordered(request), _VersionBody, request.url.path)
         await _outcome(self._fleet.submit_weight_version(body.new_version))
         return answer({"success": True, "new_version": body.new_version})
 
     # -- pausing -----------------------------------------------------------------------------------------------------
 
     async def pause(self, request: Request) -> Response:
-        await read_body(request, self._limit)
+        await self._ordered(request)
         mode = request.query_params.get("mode", "abort")
         if mode not in ("keep", "wait", "abort"):
             raise PayloadError(f"unknown pause mode {mode!r}: keep, wait or abort")
@@ -154,7 +183,7 @@ class _Routes:
         return answer({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
-        await read_body(request, self._limit)
+        await self._ordered(request)
         await _outcome(self._fleet.submit_resume())
         return answer({"status": "resumed"})
 
@@ -163,7 +192,7 @@ class _Routes:
         return answer({"is_paused": self._fleet.paused})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        await read_body(request, self._limit)
+        await self._ordered(request)
         self._fleet.check_alive()
         return Response()  # there is no cache to reset
 
@@ -192,7 +221,7 @@ class _Routes:
         return answer(info)
 
     async def weight_checker(self, request: Request) -> Response:
-        body = await self._body(request, _CheckBody)
+        body = await self._asked(request, _CheckBody)
         if body.action == "reset":
             raise UnsupportedError("this engine does not reset its weights: push others")
         if body.action == "compare" and body.baseline is None:
@@ -219,7 +248,7 @@ class _Routes:
     # -- generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        asked = self._fleet.request(await self._body(request, Ask))
+        asked = self._fleet.request(await self._asked(request, Ask))
         answered = asyncio.ensure_future(_outcome(asked.future))
         leaving = asyncio.ensure_future(_gone(request))
         try:

@@ -116,7 +116,7 @@ def on_meta(model: torch.nn.Module) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload import layerwise, types
 
     shadows = []
-    loaders: list[tuple[torch.Tensor, Any]] = []
+    loaders: list[tuple[Any, Any]] = []
     for layer in list(model.modules()):
         info = layerwise.get_layerwise_info(layer)
         shadow = types.LayerReloadingInfo(info.restore_metadata, info.restore_device)

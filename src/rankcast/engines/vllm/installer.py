@@ -13,6 +13,7 @@ import torch
 
 from rankcast.engines.vllm import adapter
 from rankcast.manifest import Manifest
+from rankcast.rollout.installer import persistent_buffers
 from rankcast.rollout.program import CopyProgram
 from rankcast.trace.record import Trace, trace_loader
 
@@ -45,6 +46,10 @@ class LayerwiseInstaller:
     def required(self) -> frozenset[str]:
         with adapter.on_meta(self._model):
             return frozenset(name for name, _ in self._model.named_parameters()) - self._tied
+
+    def persistent_buffers(self) -> frozenset[str]:
+        with adapter.on_meta(self._model):
+            return persistent_buffers(self._model)
 
     def may_ignore(self, name: str) -> bool:
         return adapter.may_ignore(self._config, name)

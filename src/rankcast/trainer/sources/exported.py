@@ -64,7 +64,7 @@ class ExportedShards:
         self._arena: Segment | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Weak, so that an offload frees memory, yet enough that no other storage gets a remembered one's address.
-        self._storages: list[_Remembered] = []
+        self._storages: list[Remembered] = []
         self._addresses: tuple[int, ...] = ()
         self.sharing = Sharing(0, 0, 0, {})
         self._export(shards)
@@ -116,7 +116,7 @@ class ExportedShards:
         self.rows = self._packed(packed, table)
         self.refresh()
         storages = (tensor.untyped_storage() for _, tensor in in_place)
-        self._storages = [_Remembered(one) for one in {storage._cdata: storage for storage in storages}.values()]
+        self._storages = [Remembered(one) for one in {storage._cdata: storage for storage in storages}.values()]
         # Only now: sharing has itself moved them.
         self._addresses = self._source.addresses()
 
@@ -215,7 +215,7 @@ def export_shards(source: WeightSource) -> ExportedShards | None:
     return None if shards is None else ExportedShards(source, shards)
 
 
-class _Remembered:
+class Remembered:
     """A weak reference to a storage, which keeps its ``_cdata`` from being given out again, but not its memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
