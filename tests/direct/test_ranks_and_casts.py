@@ -134,9 +134,7 @@ def computing(names: Iterable[str]) -> Any:
 
     def installer(rank: int, model: ReferenceModel) -> LoaderInstaller:
         def load(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-            return model.load_weights(
-                (name, tensor.clone() if name in chosen else tensor) for name, tensor in weights
-            )
+            return model.load_weights((name, tensor.clone() if name in chosen else tensor) for name, tensor in weights)
 
         return LoaderInstaller(model, load, may_ignore=lambda name: name == "lm_head.weight")
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ from oracle import unique_weights
 from rankcast import IterableSource, ModuleSource, Weight, WeightSource
 from rankcast.manifest import Manifest
 
+#: How long a call takes that is slow: much longer than other ranks may take to hear of a failure.
+SLOW_SECONDS = 25.0
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -117,7 +120,10 @@ class Faulty(WeightSource):
 
 
 def misfortune(do: str) -> None:
-    """``kill`` or ``stop`` this process at once, or ``raise``."""
+    """``kill`` or ``stop`` this process at once, or ``raise``; or be ``slow``."""
+    if do == "slow":
+        time.sleep(SLOW_SECONDS)
+        return
     if do == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         return

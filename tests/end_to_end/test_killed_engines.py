@@ -135,7 +135,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_install_fails_the_push_by_n
     place: Place, client: Watched, trainer: Trainer
 ) -> None:
     server = place.server
-    reports = trainer.sync._leading._channel
+    reports = trainer.sync._leading._fleet._channel
 
     def when_one_worker_has_installed() -> None:
         # Its stopped peer holds the server's answer up meanwhile.

@@ -93,7 +93,7 @@ def test_the_command_line_pushes_between_two_pushes_of_a_connected_trainer_which
         client.sent.clear()
         trainer.push(OLD, "mine again")
         assert_serves(fleet.url, OLD, "mine again")
-        assert client.kinds()[:3] == ["claim", "init", "pause"]
+        assert client.kinds()[:4] == ["claim", "init", "claim", "pause"]
         client.sent.clear()
         trainer.push(NEW, "and again")
         assert_serves(fleet.url, NEW, "and again")

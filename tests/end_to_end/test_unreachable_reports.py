@@ -100,7 +100,7 @@ def test_a_push_whose_reports_get_lost_fails_by_name_and_leaves_the_engine_whole
 
 def test_a_channel_that_closes_before_prepare_is_answered_leaves_the_engine_whole(fleet: RunningServer) -> None:
     with Watched(fleet.url) as client, Trainer(client, OLD) as trainer:
-        client.at("before", "prepare", lambda: broken(trainer.sync._leading._channel))
+        client.at("before", "prepare", lambda: broken(trainer.sync._leading._fleet._channel))
         with pytest.raises(PushError, match="cannot reach") as refusal:
             trainer.push(NEW, "new")
         assert "still has the weights it had before; not reached: worker 0 of 4" in str(refusal.value)

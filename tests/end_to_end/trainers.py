@@ -135,6 +135,17 @@ class _Rank:
         report = self.sync.push(version)
         return dict(msgspec.to_builtins(report))
 
+    def overlapped(self) -> list[int]:
+        """A round that is staged while the one before it is installed, and where in a pass its first tensor comes."""
+        exports = self.sync._exports
+        places = [exports.rounds.rounds[exports.rest.index[name]] for name in self.source.manifest().names]
+        turn = next(turn for turn in places if turn and not exports.fills_again(turn))
+        return [turn, places.index(turn)]
+
+    def miscount(self) -> None:
+        """Be one push ahead of the other ranks, as a rank is that pushed while the others did not."""
+        self.sync._exports.announce("only here")
+
     def pushes(self, count: int) -> dict[str, int]:
         """Push ``count`` times; what this process uses then."""
         for number in range(count):

@@ -177,7 +177,7 @@ def published_on_one_attestation() -> None:
 
     def wrong(self: Any) -> None:
         answer = self._ask("finish", lambda engine: engine.client.finish_weight_update())
-        if not any(report.servable and report.weight_version == self._version for _, report in answer.reports):
+        if not any(report.servable and report.attested_version == self._version for _, report in answer.reports):
             self._raise(answer)
 
     Lead.finish = wrong  # type: ignore[method-assign]

@@ -40,6 +40,10 @@ class MixedTrainer:
                 rounded.copy_(master)
         return loss
 
+    def probe(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Some text, and the float32 model's log-probability of each of its tokens but the first; a collective."""
+        return self._masters.probe()
+
     def save(self, folder: Path) -> None:
         """What this rank serves, as one safetensors file."""
         folder.mkdir(parents=True)
@@ -70,8 +74,9 @@ class Rank:
                 assert self._sync is not None, "connect comes first"
                 loss = self._trainer.step()
                 self._trainer.save(Path(command.folder) / f"rank{self._rank}")
+                tokens, log_probs = self._trainer.probe()
                 report = self._sync.push(weight_version=command.weight_version)
-                return messages.Stepped(loss=loss, probe_tokens=(), log_probs=(), report=report)
+                return messages.Stepped(loss=loss, probe_tokens=tokens, log_probs=log_probs, report=report)
             case messages.Close():
                 self.close()
             case _:

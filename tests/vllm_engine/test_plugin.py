@@ -115,7 +115,7 @@ def test_another_backend_is_left_as_vllm_made_it(checkpoints: Checkpoints) -> No
 def test_without_a_backend_vllm_answers_as_before(checkpoints: Checkpoints) -> None:
     with started_llm(checkpoints("llama", "a"), backend=None) as llm:
         for call in (llm.start_weight_update, llm.finish_weight_update):
-            with pytest.raises(RuntimeError, match="[Ww]eight transfer"):
+            with pytest.raises(RuntimeError, match=r"[Ww]eight transfer"):
                 call()
         with pytest.raises(rankcast.RankcastError) as refused:
             rankcast.connect(llm, checkpoints("llama", "b"), timeout=60)

@@ -133,22 +133,22 @@ class CopyProgram:
         Raises ``ManifestError`` naming a target that is no longer what was traced: of another shape or dtype, or not
         row-major in memory.
         """
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        reads: list[tuple[torch.Tensor, FileRead]] = []
         for name, target in targets.items():
             if self.writes(name) or self.fills(name):
                 self._check(name, target)
             with torch.no_grad():
                 for one in self._padding.get(name, ()):
                     _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
-            for i in self._by_parameter.get(name, ()):
-                view = _view(target, self._program.offsets[i], self._program.sizes[i], self._program.strides[i])
-                source = self._sources[i]
-                if isinstance(source, FileRead):
-                    reads.append((view, source))
-                else:
-                    pairs.append((view, source))
-        return BoundProgram(pairs, reads)
+        return BoundProgram(self.pairs(targets))
+
+    def pairs(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | FileRead]]:
+        """For each route into one of ``targets`` the view that it fills, and what it is filled from."""
+        program = self._program
+        return [
+            (_view(target, program.offsets[i], program.sizes[i], program.strides[i]), self._sources[i])
+            for name, target in targets.items()
+            for i in self._by_parameter.get(name, ())
+        ]
 
     def _check(self, name: str, target: torch.Tensor) -> None:
         traced = self._destinations.row(self._destinations.index[name])
@@ -179,12 +179,16 @@ def _view(target: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequ
 class BoundProgram:
     """Pairs of views; running it is the whole install of a worker whose parameters stay where they are."""
 
-    def __init__(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], reads: Sequence[tuple[torch.Tensor, FileRead]]
-    ) -> None:
-        self._destinations = [destination for destination, _ in pairs]
-        self._sources = [source for _, source in pairs]
-        self._reads = reads
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]]) -> None:
+        self._destinations: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._reads: list[tuple[torch.Tensor, FileRead]] = []
+        for destination, source in pairs:
+            if isinstance(source, FileRead):
+                self._reads.append((destination, source))
+            else:
+                self._destinations.append(destination)
+                self._sources.append(source)
 
     def run(self) -> None:
         """Copy every box. Where dtypes differ the copy rounds, once, exactly as ``Tensor.to`` does.

@@ -280,5 +280,6 @@ def test_the_gravest_fault_decides_the_status_and_all_are_told():
     assert status("payload") == 400
     assert status("state") == 409
     assert status("authentication", "state") == 401
-    assert status("install", "authentication") == 500
+    assert status("install", "authentication") == 422
+    assert status("install", "internal") == 500
     assert status("never heard of") == 500
