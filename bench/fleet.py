@@ -84,7 +84,7 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def all(self, call: str, *arguments: Any) -> list[Any]:
-        """Every worker does ``call`` at the same time; what they say, by rank. Raises ``RuntimeError`` when one fails."""
+        """Every worker does ``call`` at the same time; what they say, by rank. Raises ``RuntimeError`` if one fails."""
         return self._each([(call, *arguments)] * len(self._pipes))
 
     def each(self, call: str, arguments: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import rankcast
 from rankcast.trainer.group import SingleGroup, StarGroup, TrainerGroup
 from rankcast.trainer.group_link import Link, this_peer
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def joined(size: int) -> list[TrainerGroup]:

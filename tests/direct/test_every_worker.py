@@ -47,7 +47,7 @@ def test_every_worker_equals_the_oracle_after_each_of_three_pushes(
             if sync is None or not origin.lasting:
                 if sync is not None:
                     sync.close()
-                sync = rankcast.connect(fleet.receivers, origin.source, mode=mode, timeout=30)
+                sync = rankcast.connect(fleet.receivers, origin.source, mode=mode, timeout=60)
             report = sync.push(str(step))
             assert fleet.differences(weights) == []
             assert fleet.servable == [True] * layout.workers

@@ -96,14 +96,14 @@ def test_a_float32_master_reaches_bfloat16_workers_rounded_as_to_rounds(
         first = numbers(unique_weights(wide, 1))
         if kind == "file":
             write_checkpoint(folder, wide, first, shards=2)
-            with rankcast.connect(fleet.receivers, Path(folder), mode=mode, timeout=30) as sync:
+            with rankcast.connect(fleet.receivers, Path(folder), mode=mode, timeout=60) as sync:
                 sync.push("1")
             assert fleet.differences(rounded(first)) == []
             return
         tensors = laid_out(kind, shapes, torch.float32)
         # With the wire's dtype stated, or found out from the workers.
         source = ModuleSource(Named(tensors), dtype=torch.bfloat16 if said else None)
-        with rankcast.connect(fleet.receivers, source, mode=mode, timeout=30) as sync:
+        with rankcast.connect(fleet.receivers, source, mode=mode, timeout=60) as sync:
             for step in (1, 2, 3):
                 weights = numbers(unique_weights(wide, step))
                 for name, bits in weights.items():
@@ -119,7 +119,7 @@ def test_rounding_keeps_what_is_no_number_no_number(kind: str) -> None:
     tensors = laid_out(kind, {"weight": bits.shape}, torch.float32)
     put(tensors["weight"], bits)
     served = torch.nn.Linear(bits.shape[1], bits.shape[0], bias=False, dtype=torch.bfloat16)
-    with rankcast.connect(rankcast.Receiver(served), Named(tensors), mode="direct", timeout=30) as sync:
+    with rankcast.connect(rankcast.Receiver(served), Named(tensors), mode="direct", timeout=60) as sync:
         sync.push("1")
     expected = tensors["weight"].to(torch.bfloat16)
     assert 0 < int(expected.isnan().sum()) < expected.numel()
@@ -156,7 +156,7 @@ def test_auto_takes_for_each_tensor_the_way_that_is_possible(
             weights = unique_weights(config, step)
             origin.become(weights, str(step))
             if step == 1 or not origin.lasting:
-                sync = rankcast.connect(fleet.receivers, origin.source, bucket_bytes=bucket, timeout=30)
+                sync = rankcast.connect(fleet.receivers, origin.source, bucket_bytes=bucket, timeout=60)
             report = sync.push(str(step))
             assert fleet.differences(weights) == []
             assert report.direct_tensors == len(names) - len(chosen)
@@ -173,7 +173,7 @@ def test_tensors_that_cannot_be_shared_are_staged_and_the_others_go_direct() -> 
     lent = np.zeros(first["lm_head.weight"].shape, dtype=np.float32)
     tensors["lm_head.weight"] = torch.from_numpy(lent)
     with Fleet(config, Layout(tp=2)) as fleet:
-        with rankcast.connect(fleet.receivers, Named(tensors), timeout=30) as sync:
+        with rankcast.connect(fleet.receivers, Named(tensors), timeout=60) as sync:
             for step in (1, 2, 3):
                 weights = unique_weights(config, step)
                 for name, bits in weights.items():
@@ -199,7 +199,7 @@ class Normalised(torch.nn.Module):
 def test_persistent_buffers_go_with_the_parameters(mode: str) -> None:
     trained, served = Normalised(), Normalised()
     receiver = rankcast.Receiver(served)
-    with rankcast.connect(receiver, trained, mode=mode, timeout=30) as sync:
+    with rankcast.connect(receiver, trained, mode=mode, timeout=60) as sync:
         for step in (1, 2, 3):
             trained.norm(trained.layer(torch.randn(16, 300, generator=torch.Generator().manual_seed(step))))
             with torch.no_grad():
@@ -235,7 +235,7 @@ def test_the_loader_is_not_run_by_a_direct_push() -> None:
 
     with Fleet(config, Layout(tp=2), installer=installer) as fleet:
         for mode in ("direct", "ranklocal"):
-            with rankcast.connect(fleet.receivers, Named(as_torch(weights)), mode=mode, timeout=30) as sync:
+            with rankcast.connect(fleet.receivers, Named(as_torch(weights)), mode=mode, timeout=60) as sync:
                 sync.push(mode)
             assert fleet.differences(weights) == []
             assert [bool(one.given) for one in made] == [mode == "ranklocal"] * 2

@@ -19,6 +19,9 @@ from vllm_engine import inprocess
 from vllm_engine.models import write_model
 from vllm_engine.servers import TP1, TP2, TP2_EP, Generated, Layout, VllmServer, started_server
 
+#: Two starts of a server belong to the first test that asks for one, and take minutes where others need the cores too.
+TEST_SECONDS = 900
+
 Digests = list[dict[str, Any]]
 Checkpoints = Callable[[str, str], Path]
 
@@ -41,6 +44,12 @@ class Bench:
     b: Path
     at_a: Reference
     at_b: Reference
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,7 +28,7 @@ from vllm_engine.generation_patches import VARIABLE as PATCHES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SHARED_MEMORY = Path("/dev/shm")
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 END_SECONDS = 30.0
 CALL_SECONDS = 120.0
 #: Token ids; the last is longer than a block of the prefix cache.

@@ -147,7 +147,7 @@ def another_shape(room: Room) -> str:
     room.start()
     entry = room.b.entry()
     shape = entry["shapes"][entry["names"].index(KEYS)]
-    shape[0] //= 2
+    shape[1] //= 2
     return room.update(entry)
 
 
@@ -326,6 +326,21 @@ def refuse_on(room: Room, rank: int, workers: int) -> str:
     if states[0]["active"]:
         bare_update_end(room.server)
     return said
+
+
+def test_a_shape_that_fits_one_rank_by_chance_is_never_served(bench: Bench, room: Room) -> None:
+    # Half of the rows are just what rank 0 of two takes: it has written when rank 1 refuses.
+    room.start()
+    entry = room.b.entry()
+    shape = entry["shapes"][entry["names"].index(KEYS)]
+    shape[0] //= 2
+    assert KEYS in room.update(entry)
+    states = flags(room.server)
+    assert len({one["active"] for one in states}) == 1, states
+    if all(one["servable"] for one in states):
+        assert room.server.digests() == bench.at_a.digests
+    else:
+        assert "push again" in refused(room.server, "/resume")
 
 
 def test_nothing_starts_while_requests_may_run(bench: Bench) -> None:

@@ -30,46 +30,10 @@ class WeightSyncClient(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-@runtime_checkable
-class CanPause(Protocol):
-    """Generation can be held up around an update. ``mode`` is ``keep``, ``wait`` or ``abort``."""
-
-    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def is_paused(self) -> bool: ...
-
-
-@runtime_checkable
-class CanUpdateVersion(Protocol):
-    """The engine carries a weight version that can be set apart from the weights."""
-
-    def update_weight_version(self, weight_version: str) -> None: ...
-
-
-@runtime_checkable
-class CanTellWeights(Protocol):
-    """The engine says which weight version it serves; the reply's ``weight_version`` is always there."""
-
-    def weight_info(self) -> dict[str, Any]: ...
-
-
-@runtime_checkable
-class CanAbort(Protocol):
-    """A session can be ended from outside of it."""
-
-    def abort(self) -> None: ...
-
-
-@runtime_checkable
-class CanResetPrefixCache(Protocol):
-    """Cached prefixes can be thrown away; the call returns False when the engine could not do it now."""
-
-    def reset_prefix_cache(self) -> bool: ...
-
-
-#: The optional calls that ``capability`` may be asked for.
+#: The optional calls that ``capability`` may be asked for. ``pause(mode, clear_cache)`` (``keep``, ``wait`` or
+#: ``abort``), ``resume()`` and ``is_paused()`` hold generation up around an update. ``update_weight_version(version)``
+#: names the weights apart from them, ``weight_info()`` has the name as ``weight_version``. ``abort()`` ends a session
+#: from outside of it. ``reset_prefix_cache()`` returns False when the engine could not do it now.
 CAPABILITIES = frozenset(
     {"pause", "resume", "is_paused", "update_weight_version", "weight_info", "abort", "reset_prefix_cache"}
 )

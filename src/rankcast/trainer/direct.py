@@ -80,11 +80,11 @@ class DirectExports:
         return self._source.versions()
 
     def check_unchanged(self, before: tuple[int, ...]) -> None:
-        """Raise ``SourceError`` when a shard was written since ``before``: workers may have read both."""
+        """Raise ``SourceError`` when a shard was written, or its file replaced, since ``before``."""
         if self._source.versions() != before:
             raise SourceError(
-                f"trainer rank {self._group.rank} changed its weights while they were being read: push returns when "
-                "they may change again, and an optimizer step must wait for it"
+                f"trainer rank {self._group.rank} changed its weights, or the files that they are in, while they were "
+                "being read: push returns when they may change again, and an optimizer step must wait for it"
             )
 
     @property

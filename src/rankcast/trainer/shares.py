@@ -25,8 +25,8 @@ from rankcast.wire.handles import Handle
 class Share:
     """One worker's part of a session.
 
-    ``nbytes_by_install`` has the bytes of each install, the copy program's first where there is one; ``calls`` is how
-    many installs carry data, ``tensors`` how many tensors come in either way.
+    ``nbytes_by_install`` has the bytes of each install, the copy program's first where there is one; ``tensors`` is
+    how many tensors come in either way.
     """
 
     hash: str
@@ -34,7 +34,6 @@ class Share:
     program: Program | None
     handles: tuple[Handle, ...]
     tensors: int
-    calls: int
     nbytes_by_install: tuple[int, ...]
 
     @property
@@ -75,7 +74,6 @@ def cut_share(
         program=program,
         handles=tuple(handles),
         tensors=cut.tensors + tensors,
-        calls=cut.calls + sum(nbytes > 0 for nbytes in moved),
         nbytes_by_install=(*moved, *cut.nbytes_by_round),
     )
 

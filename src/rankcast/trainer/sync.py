@@ -106,6 +106,10 @@ class Sync:
             programs = leading.prepare(exports.rest, placed, handles) if leading is not None else 0
             group.broadcast(b"", "prepared")
             exports.unlink()
+            if direct is not None:
+                # What changed before the first byte is read costs nobody their old weights.
+                direct.check_unchanged(before)
+                group.gather(b"", "nothing changed before it is read")
         done = 0
         if leading is not None and programs:
             # Every rank has let its shards be read since it said where they lie.

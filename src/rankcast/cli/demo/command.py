@@ -28,7 +28,7 @@ from rankcast.engines.reference.layout import Layout
 from rankcast.errors import RankcastError, UnsupportedError
 from rankcast.telemetry.report import PushReport
 
-MODES = ("broadcast", "ranklocal")
+MODES = ("broadcast", "ranklocal", "direct")
 LAYOUT = Layout(tp=2, dp=2, expert_parallel=True)
 RANKS = 2
 #: Small, so that a push takes several rounds.

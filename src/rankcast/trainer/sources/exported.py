@@ -19,6 +19,7 @@ from rankcast.manifest import DTYPES, Manifest
 from rankcast.trainer.sources.base import WeightSource
 from rankcast.trainer.sources.shards import FileRange, Shard
 from rankcast.trainer.sources.sharing import SMALL, Sharing, share_in_place
+from rankcast.transports.file import ExportedFile
 from rankcast.transports.live import SharedMemoryMap, handle_for
 from rankcast.transports.segment import Segment
 from rankcast.transports.shm import create_segment
@@ -85,7 +86,12 @@ class ExportedShards:
         return self.rows != before
 
     def refresh(self) -> int:
-        """Copy what is packed once more; returns how many bytes. Called at each push, before workers read."""
+        """Copy what is packed once more; returns how many bytes. Called at each push, before workers read.
+
+        Raises ``LocationError`` naming a file that is no longer the one at its path.
+        """
+        for file in self._files:
+            file.verify()
         with torch.no_grad():
             for copy, tensor in self._copies:
                 copy.copy_(tensor)
@@ -113,6 +119,8 @@ class ExportedShards:
         for shard in solid:
             if isinstance(shard.memory, FileRange):
                 table.add(shard, shard.memory.file.handle, shard.memory.offset, contiguous_strides(shard.box.sizes))
+        files = (shard.memory.file for shard in solid if isinstance(shard.memory, FileRange))
+        self._files = list(dict.fromkeys(files))
         self.rows = self._packed(packed, table)
         self.refresh()
         storages = (tensor.untyped_storage() for _, tensor in in_place)
