@@ -3,8 +3,8 @@
 #
 #   make demo        a sharded trainer pushes into a running fleet
 #   make demo-vllm   the same into a real vLLM server (CPU build, two tensor-parallel ranks with expert parallelism)
-#   make test        what CI runs: lint, formatting, types, every test
-#   make test-fast   the same without the tests that need vLLM
+#   make test        what CI runs: lint, formatting, types, every test that needs no vLLM
+#   make test-vllm   the tests with real vLLM, in an environment of its own
 #   make clean       removes the environments, caches and build results
 #
 # PYTHON=python3.12 picks another interpreter, TORCH='torch==2.8.0' another torch for a new environment. A torch that the
@@ -60,10 +60,10 @@ lint: env
 demo-vllm: env-vllm
 	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_engine.demo
 
-test: test-fast test-vllm
-
-test-fast: lint
+test: lint
 	$(BIN)/python -m pytest -m "not vllm"
+
+test-fast: test
 
 test-vllm: env-vllm
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm_engine

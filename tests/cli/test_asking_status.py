@@ -153,7 +153,7 @@ def test_asking_within_a_push_sees_the_open_session_and_leaves_it_alone(
                 seen.extend(ask_status([(fleet_url, client)], Codec()))
 
     source = rankcast.SafetensorsSource(checkpoint_dirs["step-1"])
-    with rankcast.connect(fleet_url, source, bucket_bytes=64 * 2**10, progress=look) as sync:
+    with rankcast.connect(fleet_url, source, mode="ranklocal", bucket_bytes=64 * 2**10, progress=look) as sync:
         report = sync.push(weight_version="within")
         with HttpClient(fleet_url) as client:
             [after] = ask_status([(fleet_url, client)], Codec())

@@ -228,6 +228,8 @@ def demo(modes: Sequence[str], steps: int, *, json: bool) -> int:
         tempfile.TemporaryDirectory(prefix="rankcast-demo-") as folder,
         Children(Path(folder)) as children,
     ):
+        # Importing vLLM makes torch leave a directory somewhere.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
         outcome = Scene(Path(folder), children, display).play(modes, steps)
     if json:
         print(msgspec.json.encode(outcome).decode(), flush=True)

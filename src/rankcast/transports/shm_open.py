@@ -122,10 +122,14 @@ class _OpenedShm(_Mapped):
     def verify(self) -> None:
         self._verify_size()
         owner = self._handle.owner
-        check_owner(owner)
-        # What is open here cannot be swapped, but the owner may have closed it and write elsewhere by now.
-        now = status_of(f"/proc/{owner.pid}/fd/{self._handle.descriptor}", owner, self.label)
-        _check_status(now, self._handle, self.label)
+        # What is open here cannot be swapped, but the owner may have closed it and write elsewhere by now. Whoever has
+        # this very memory at this descriptor is the owner: only when nobody does it matters whether it still lives.
+        try:
+            now = status_of(f"/proc/{owner.pid}/fd/{self._handle.descriptor}", owner, self.label)
+            _check_status(now, self._handle, self.label)
+        except LocationError:
+            check_owner(owner)
+            raise
 
 
 class _OpenedShmName(_Mapped):

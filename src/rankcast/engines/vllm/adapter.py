@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankcast.engines.vllm.plugin import SEED_VARIABLE
-from rankcast.errors import UnsupportedError
+from rankcast.errors import InstallError, UnsupportedError
 from rankcast.process import this_process
 from rankcast.rollout.program import CopyProgram
 from rankcast.topology import Worker, engine_rank
@@ -171,29 +171,48 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
                     bound.arguments[name] = value.clone()
 
 
+def by_loader(model: torch.nn.Module) -> dict[str, str]:
+    """Destinations that only vLLM's loaders can fill, with the reason."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    found: dict[str, str] = {}
+    for prefix, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            own = [name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))]
+            found |= {_joined(prefix, name): "vLLM loads what attention keeps at the end, by itself" for name in own}
+        for name in layer._non_persistent_buffers_set:
+            found[_joined(prefix, name)] = "vLLM keeps a buffer that is not persistent unless its loader filled it"
+    return found
+
+
 def copy_by_module(model: torch.nn.Module, program: CopyProgram) -> None:
     """Run a copy program into a model whose reload has begun, one module at a time.
 
     Modules of the types in ``IN_PLACE`` are written where they live; every other one is given memory as at load time,
     filled, post-processed by vLLM and copied into its live storage, and its extra memory is freed before the next.
+    Raises ``InstallError`` when the reload does not wait for a module that the program writes.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
     with torch.no_grad():
         for prefix, layer in model.named_modules():
             info = layerwise.get_layerwise_info(layer)
-            names = [name for name in layerwise.get_layer_tensors(layer) if program.writes(_joined(prefix, name))]
-            if not names or not info.can_load():
+            own = {name: _joined(prefix, name) for name in layerwise.get_layer_tensors(layer)}
+            if not any(map(program.writes, own.values())):
                 continue
-            if type(layer).__name__ in IN_PLACE and getattr(layer, "quant_method", None) is None:
+            if not info.can_load():
+                raise InstallError(f"vLLM's reload does not wait for {prefix}, which the copy program writes")
+            in_place = type(layer).__name__ in IN_PLACE and getattr(layer, "quant_method", None) is None
+            if in_place:
                 layerwise._place_kernel_tensors(layer, info)
-                program.bind({_joined(prefix, name): getattr(layer, name) for name in names}).run()
+            else:
+                layerwise.materialize_layer(layer, info)
+            program.bind({full: getattr(layer, name) for name, full in own.items()}).run()
+            if in_place:
                 info.reset()
-                continue
-            layerwise.materialize_layer(layer, info)
-            program.bind({_joined(prefix, name): getattr(layer, name) for name in names}).run()
-            info.loaded_weights.clear()
-            layerwise._layerwise_process(layer, info)
+            else:
+                info.loaded_weights.clear()
+                layerwise._layerwise_process(layer, info)
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -55,7 +55,7 @@ class LayerwiseInstaller:
         return adapter.may_ignore(self._config, name)
 
     def by_loader(self) -> Mapping[str, str]:
-        return {}
+        return adapter.by_loader(self._model)
 
     def begin(self) -> None:
         self._kernels = adapter.begin_reload(self._model, self._config)

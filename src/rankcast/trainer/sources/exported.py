@@ -67,6 +67,7 @@ class ExportedShards:
         # Weak, so that an offload frees memory, yet enough that no other storage gets a remembered one's address.
         self._storages: list[Remembered] = []
         self._addresses: tuple[int, ...] = ()
+        self._files: list[ExportedFile] = []
         self.sharing = Sharing(0, 0, 0, {})
         self._export(shards)
 
