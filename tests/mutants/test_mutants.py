@@ -28,8 +28,10 @@ CHOSEN = (
     "tests/rollout/test_selection.py::test_a_list_gives_worker_i_entry_i[dp2pp1tp2]",
     "tests/rollout/test_bare.py::test_a_partial_update_is_never_served",
     "tests/trainer/test_push_segments.py::test_each_round_holds_what_was_staged_for_it_and_no_other",
-    "tests/trainer/test_push_segments.py"
-    "::test_there_are_two_buckets_of_what_was_asked_for_and_one_for_tensors_that_are_larger",
+    (
+        "tests/trainer/test_push_segments.py"
+        "::test_there_are_two_buckets_of_what_was_asked_for_and_one_for_tensors_that_are_larger"
+    ),
     "tests/trainer/test_push_sessions.py::test_no_install_goes_out_before_every_worker_of_every_engine_is_prepared",
     "tests/trainer/test_push_sessions.py::test_no_version_is_set_and_nothing_resumes_before_every_worker_attested",
     "tests/trainer/test_push_sessions.py::test_a_mixed_fleet_is_not_resumed_when_one_engine_broke_in_the_middle",
