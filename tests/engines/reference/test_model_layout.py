@@ -124,7 +124,10 @@ def test_every_worker_touches_the_tensors_that_the_oracle_says(
     assert dict(zip(names.names, names.shapes, strict=True)) == oracle.checkpoint_shapes(raw)
     for rank in range(layout.workers):
         held = worker_parts(config, layout.place(rank))
-        assert set(held.parts) == oracle.touched(raw, layout, rank)
+        # A rank whose vocabulary rows are all padding has a part of no elements, to keep those rows at zero.
+        taken = {name for name, part in held.parts.items() if part.source.volume}
+        assert taken == oracle.touched(raw, layout, rank)
+        assert all(held.parts[name].padding is not None for name in held.parts.keys() - taken)
         assert set(held.parts).isdisjoint(held.elsewhere)
         for name, part in held.parts.items():
             assert part.source.inside(held.shapes[name])

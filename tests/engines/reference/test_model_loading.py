@@ -242,7 +242,9 @@ def test_loading_storageless_tensors_makes_only_views_and_one_copy_per_touched_t
     with Operations() as operations:
         written = model.load_weights(empty.items())
     copied = torch.ops.aten.copy_.default
-    assert all(func is copied or func.is_view for func in operations.seen)
+    # Padding rows are written too, as zeros, so that a trace sees what they are.
+    padded = torch.ops.aten.zero_.default
+    assert all(func in (copied, padded) or func.is_view for func in operations.seen)
     touched = oracle.touched(raw, layout, rank)
     assert len(operations.copies) == len(touched)
     assert {id(source._base if source._base is not None else source) for _, _, source in operations.copies} == {
