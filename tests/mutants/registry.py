@@ -128,11 +128,13 @@ def offset_off_by_one_element() -> None:
 @mutant
 def both_rounds_in_one_buffer() -> None:
     from rankcast.trainer import exports
+    from rankcast.trainer.staging import BUFFERS
 
     right = exports.locations
 
-    def wrong(rounds: Any, owners: Any, live: Any, *, buffers: Any) -> Any:
-        return right(rounds, owners, live, buffers=[buffers[at - at % 2] for at in range(len(buffers))])
+    def wrong(rounds: Any, owners: Any, live: Any, *, buffers: Any, bucket_bytes: int) -> Any:
+        first = [buffers[at - at % BUFFERS] for at in range(len(buffers))]
+        return right(rounds, owners, live, buffers=first, bucket_bytes=bucket_bytes)
 
     exports.locations = wrong
 
