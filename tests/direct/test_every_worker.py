@@ -9,13 +9,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rankcast
+from checkpoints import tiny_config
 from direct.models import models
 from direct.origins import KINDS, Origin
-from fleets_inprocess import Fleet
+from fleets_inprocess import Fleet, Trained, WatchedClient
 from oracle import touched, unique_weights
 from rankcast.engines.reference.layout import Layout
 
@@ -64,3 +66,26 @@ def test_every_worker_equals_the_oracle_after_each_of_three_pushes(
                 assert report.staged_bytes == 0
         assert sync is not None
         sync.close()
+
+
+def steady_request_bytes(config: dict[str, Any], layout: Layout) -> int:
+    """The bytes of all that an engine is sent for one push of a connection that has pushed before."""
+    weights = unique_weights(config, 1)
+    with Fleet(config, layout) as fleet:
+        client = WatchedClient(fleet.receivers)
+        with rankcast.connect(client, Trained(weights, config["dtype"]), mode="direct", timeout=60) as sync:
+            sync.push("1")
+            before = len(client.payloads)
+            sync.push("2")
+            assert fleet.differences(weights) == []
+            return sum(len(msgspec.json.encode({"update_info": payload})) for _, payload in client.payloads[before:])
+
+
+def test_what_a_later_push_sends_is_small_and_does_not_grow_with_the_model() -> None:
+    layout = Layout(tp=2, dp=2, expert_parallel=True)
+    small = tiny_config(num_hidden_layers=1, num_experts=4, hidden_size=16)
+    large = tiny_config(num_hidden_layers=3, num_experts=64, hidden_size=16)
+    assert len(unique_weights(large, 0)) > 20 * len(unique_weights(small, 0))
+    sent = [steady_request_bytes(config, layout) for config in (small, large)]
+    assert sent[0] == sent[1]
+    assert sent[0] < 1024 * layout.workers

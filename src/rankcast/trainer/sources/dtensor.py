@@ -44,8 +44,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds: the local tensor of a DTensor, any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # DTensor's
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]  # DTensor's
     return local
 
 

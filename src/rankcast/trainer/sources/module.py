@@ -6,6 +6,7 @@ know who receives them, nor placements (``dtensor``) or packings (``packed``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class ModuleSource(WeightSource):
         self._experts = experts
         self._manifest: Manifest | None = None
         self._renamed: dict[str, str] = {}
+        self._counted: list[weakref.ref[torch.Tensor]] = []
 
     def manifest(self) -> Manifest:
         if self._manifest is None:
@@ -134,7 +136,9 @@ class ModuleSource(WeightSource):
 
     def addresses(self) -> tuple[int, ...]:
         found: list[int] = []
+        self._counted = []
         for _, _, tensor in checkpoint_tensors(self._module):
+            self._counted.append(weakref.ref(tensor))
             local = local_tensor(tensor)
             if local.layout == torch.strided and not local.is_meta:
                 found += (local.untyped_storage()._cdata, local.data_ptr())
@@ -142,9 +146,12 @@ class ModuleSource(WeightSource):
         return tuple(found)
 
     def versions(self) -> tuple[int, ...]:
-        return tuple(
-            _version(tensor) + _version(local_tensor(tensor)) for _, _, tensor in checkpoint_tensors(self._module)
-        )
+        """The counters of the tensors that ``addresses`` came upon last: to walk the module again takes longer."""
+        if not self._counted:
+            self.addresses()
+        tensors = (reference() for reference in self._counted)
+        # One that is gone was replaced, which is a change as well.
+        return tuple(-1 if tensor is None else _version(tensor) + _version(local_tensor(tensor)) for tensor in tensors)
 
     def _same_tensors(self) -> list[_Held]:
         """The module's tensors as they are now; raises ``SourceError`` when they no longer fit the manifest."""

@@ -30,10 +30,13 @@ def checkpoint_tensors(module: nn.Module) -> Iterator[Named]:
     A tensor that is reached twice comes once, under its first name. Raises ``UnsupportedError`` for adapters that are
     not merged and for flattened parameters.
     """
-    yield from _walk(module, "", "", set(), set())
+    found: list[Named] = []
+    _walk(module, "", "", set(), set(), found)
+    return iter(found)
 
 
-def _walk(module: nn.Module, name: str, path: str, modules: set[int], tensors: set[int]) -> Iterator[Named]:
+def _walk(module: nn.Module, name: str, path: str, modules: set[int], tensors: set[int], found: list[Named]) -> None:
+    # Walked at every push, over thousands of modules: so a list, and modules' own dicts instead of their iterators.
     if id(module) in modules:
         return
     modules.add(id(module))
@@ -41,25 +44,27 @@ def _walk(module: nn.Module, name: str, path: str, modules: set[int], tensors: s
     for own, tensor in _own_tensors(module):
         if id(tensor) not in tensors:
             tensors.add(id(tensor))
-            yield _joined(name, own), _joined(path, own), tensor
+            found.append((_joined(name, own), _joined(path, own), tensor))
     if _replaces_itself(module):
         trained = module.get_submodule("modules_to_save.default")
-        yield from _walk(trained, name, _joined(path, "modules_to_save.default"), modules, tensors)
+        _walk(trained, name, _joined(path, "modules_to_save.default"), modules, tensors, found)
         return
-    for own, child in module.named_children():
+    for own, child in module._modules.items():
+        if child is None:
+            continue
         steps = own
         if own == "base_model" and _holds_only(module, "base_model") and _holds_only(child, "model"):
             steps, child = "base_model.model", child.get_submodule("model")
         below = name if steps != own or _is_wrapper(module, own) else _joined(name, own)
-        yield from _walk(child, below, _joined(path, steps), modules, tensors)
+        _walk(child, below, _joined(path, steps), modules, tensors, found)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    if not _known_wrapper(module):
-        for own, buffer in module.named_buffers(recurse=False):
-            if own not in module._non_persistent_buffers_set:
-                yield own, buffer
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+    if module._buffers and not _known_wrapper(module):
+        passing = module._non_persistent_buffers_set
+        return own + [(name, b) for name, b in module._buffers.items() if b is not None and name not in passing]
+    return own  # type: ignore[return-value]  # parameters are tensors
 
 
 def _is_wrapper(parent: nn.Module, child: str) -> bool:
@@ -93,7 +98,7 @@ def _replaces_itself(module: nn.Module) -> bool:
 
 def _refuse(module: nn.Module, path: str) -> None:
     where = path or type(module).__name__
-    adapter = next((own for own in _UNMERGED if own in module._modules), None)
+    adapter = next((own for own in _UNMERGED if own in module._modules), None) if module._modules else None
     if adapter is not None and type(module).__module__.split(".")[0] == "peft":
         raise UnsupportedError(
             f"{where} has an adapter ({adapter}) beside its weight, and pushing the weight alone would leave the "
