@@ -7,23 +7,19 @@ with the oracle over weights that the trainer gathers for this purpose only, and
 from __future__ import annotations
 
 import itertools
-import json
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
 from checkpoints import scaled_weights, tiny_config, write_checkpoint
+from direct.fsdp_ranks import FsdpTrainer, checkpoint_of, started_trainer
 from end_to_end.seen import PROMPT, answer, differences, info
-from fleets import environment, started_server
-from oracle import Layout, checkpoint_shapes
+from fleets import started_server
+from oracle import Layout
 
 CONFIG = tiny_config(
     num_hidden_layers=2,
@@ -34,78 +30,14 @@ CONFIG = tiny_config(
     vocab_size=300,
 )
 LAYOUT = Layout(dp=2, tp=2, expert_parallel=True)
-RANKS = 2
 STEPS = 5
-ANSWER_SECONDS = 180.0
 TOLERANCE = 1e-4
 
 
-class Trainer:
-    """The ranks; every call is made by all of them at once."""
-
-    def __init__(self, folder: Path) -> None:
-        own = {"GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, str(Path(__file__).with_name("fsdp_trainer.py"))]
-        self.folder = folder
-        self._ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(RANKS), str(folder), json.dumps(CONFIG)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**environment(), **own},
-            )
-            for rank in range(RANKS)
-        ]
-
-    def all(self, call: str, *arguments: Any) -> list[Any]:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps([call, *arguments]) + "\n")
-            rank.stdin.flush()
-        answers = []
-        for number, rank in enumerate(self._ranks):
-            assert rank.stdout is not None
-            ready = select.select([rank.stdout], [], [], ANSWER_SECONDS)[0]
-            assert ready, f"trainer rank {number} has not answered {call} within {ANSWER_SECONDS} s"
-            answers.append(json.loads(rank.stdout.readline() or '{"error": "it died"}'))
-        assert not [said["error"] for said in answers if "error" in said], answers
-        return [said["done"] for said in answers]
-
-    def stop(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        for rank in self._ranks:
-            rank.wait()
-            for pipe in (rank.stdin, rank.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    made = Trainer(tmp_path)
-    yield made
-    made.stop()
-
-
-def checkpoint_of(path: Path) -> dict[str, Any]:
-    """The checkpoint's tensors, from a module's: an expert's gate lies above its up, and its down lies alone."""
-    packed = np.load(path)
-    found: dict[str, Any] = {}
-    for name in checkpoint_shapes(CONFIG):
-        if ".experts." not in name:
-            found[name] = packed[name]
-            continue
-        layer, expert, kind = name.split(".")[2], int(name.split(".")[5]), name.split(".")[6]
-        prefix = f"model.layers.{layer}.mlp.experts"
-        rows = CONFIG["moe_intermediate_size"]
-        if kind == "down_proj":
-            found[name] = packed[f"{prefix}.down_proj"][expert]
-        else:
-            start = 0 if kind == "gate_proj" else rows
-            found[name] = packed[f"{prefix}.gate_up_proj"][expert, start : start + rows]
-    return {name: np.ascontiguousarray(bits) for name, bits in found.items()}
+def trainer(tmp_path: Path) -> Iterator[FsdpTrainer]:
+    with started_trainer(CONFIG, tmp_path) as made:
+        yield made
 
 
 def assert_said_by_transformers(folder: Path, weights: dict[str, Any], said: dict[str, Any]) -> None:
@@ -122,7 +54,7 @@ def assert_said_by_transformers(folder: Path, weights: dict[str, Any], said: dic
 
 
 def test_every_step_of_an_fsdp2_trainer_reaches_every_worker_without_a_gather_or_a_copy(
-    trainer: Trainer, tmp_path: Path
+    trainer: FsdpTrainer, tmp_path: Path
 ) -> None:
     start = write_checkpoint(tmp_path / "start", CONFIG, scaled_weights(CONFIG, 0))
     with started_server(start, dp=2, tp=2, expert_parallel=True) as fleet:
@@ -144,11 +76,12 @@ def test_every_step_of_an_fsdp2_trainer_reaches_every_worker_without_a_gather_or
             report = pushed[0]["report"]
             assert report["direct_nbytes"] >= 0.95 * report["nbytes"]
             assert report["worker_calls"] == 4
+            assert report["cast_tensors"] == 0
             assert report["staged_bytes"] < 0.05 * report["nbytes"]
             gathered = trainer.all("save", f"step{step}.npz")
             # What counts collectives does see them.
             assert all(sum(counts.values()) > 0 for counts in gathered)
-            weights = checkpoint_of(tmp_path / f"step{step}.npz")
+            weights = checkpoint_of(CONFIG, tmp_path / f"step{step}.npz")
             seen.append(weights)
             assert differences(fleet.url, CONFIG, weights, LAYOUT) == []
             assert info(fleet.url)["weight_version"] == f"step {step}"

@@ -59,7 +59,7 @@ def test_boxes_at_random_over_trainer_ranks_replicas_included_fill_every_worker(
             report, *_ = trainer.push(str(step))
             assert fleet.differences(weights) == []
             assert report.worker_calls == layout.workers
-            assert report.staged_bytes == 0
+            assert report.staged_bytes == report.cast_tensors == report.cast_nbytes == 0
         plan = trainer.syncs[0].plan
         assert plan is not None
         assert sum(plan.sender_bytes) == report.nbytes
@@ -110,7 +110,8 @@ def test_a_float32_master_reaches_bfloat16_workers_rounded_as_to_rounds(
                     put(tensors[name], bits)
                 report = sync.push(str(step))
                 assert fleet.differences(rounded(weights)) == []
-                assert report.direct_tensors == report.tensors
+                assert report.direct_tensors == report.cast_tensors == report.tensors
+                assert report.cast_nbytes == report.direct_nbytes
 
 
 @pytest.mark.parametrize("kind", ["one storage", "transposed", "strided"])

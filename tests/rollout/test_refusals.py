@@ -320,20 +320,26 @@ def test_a_repeated_install_is_acknowledged_and_not_applied_twice(pushed: Pushed
             for receiver in pushed.fleet.receivers:
                 first = receiver.handle("update", payload)
                 assert not first.faults
-                writes = receiver._installer
-                receiver._installer = None  # type: ignore[assignment]  # whatever writes now, fails
+                writes = receiver._writing._installer
+                receiver._writing._installer = None  # type: ignore[assignment]  # whatever writes now, fails
                 second = receiver.handle("update", payload)
-                receiver._installer = writes
+                receiver._writing._installer = writes
                 assert second.faults == ()
+                assert (second.tensors, second.nbytes) == (first.tensors, first.nbytes)
                 repeats.append(second.repeated)
         return payload
 
     pushed.client.change = again
     pushed.trained.become(SECOND)
-    pushed.sync.push("second")
+    report = pushed.sync.push("second")
     assert repeats
     assert all(repeats)
     assert pushed.fleet.differences(SECOND) == []
+    # The report counts what was read, whichever answer came last.
+    pushed.client.change = None
+    plain = pushed.sync.push("second")
+    assert [row.calls for row in report.workers] == [row.calls for row in plain.workers]
+    assert sum(row.calls for row in report.workers) == report.worker_calls > 0
 
 
 def wrong_mac(entry: dict[str, str]) -> dict[str, str]:

@@ -96,6 +96,20 @@ class Plan:
         of_trace = [int(self.nbytes[self.crossings.of(trace)].sum()) for trace in range(len(self.fleet.traces))]
         return np.array(of_trace, dtype=np.int64)[self.fleet.trace_of_worker]
 
+    @functools.cached_property
+    def casts(self) -> tuple[int, int]:
+        """How many tensors have another dtype at some worker than at their shards, and what is read of these.
+
+        The bytes are of all workers together, in the shards' dtypes.
+        """
+        crossings = self.crossings
+        held = self.pieces.shards.dtype[self.pieces.first[crossings.piece]]
+        casts = held != crossings.destinations.dtype[crossings.destination]
+        tensors = np.unique(crossings.destinations.tensor[crossings.destination[casts]])
+        cast_bytes = self.nbytes * casts
+        of_trace = [int(cast_bytes[crossings.of(trace)].sum()) for trace in range(len(self.fleet.traces))]
+        return len(tensors), sum(of_trace[trace] for trace in self.fleet.trace_of_worker.tolist())
+
     def explain(self, name: str | None = None) -> str:
         """For people: who holds the tensor ``name``, who reads what of it from whom; without a name, a summary.
 

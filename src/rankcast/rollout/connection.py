@@ -31,6 +31,17 @@ class Prepared:
     program: CopyProgram | None
     delivery: Delivery
 
+    def turn(self, number: int) -> int:
+        """Which of the delivery's rounds install ``number`` is."""
+        return number - (self.program is not None)
+
+    def carries(self, number: int) -> tuple[int, int]:
+        """How many tensors through the loader, and bytes in all, install ``number`` brings."""
+        if self.program is not None and number == 0:
+            return 0, self.program.nbytes
+        turn = self.turn(number)
+        return self.delivery.count(turn), self.delivery.nbytes(turn)
+
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
         self.delivery.drop()

@@ -296,22 +296,20 @@ class Receiver:
         self._session.prepared(body.installs)
 
     def _install(self, answer: Answer, body: Install) -> None:
-        if not self._session.may_install(body.sequence):
-            answer.repeated = True
-            return
+        answer.repeated = not self._session.may_install(body.sequence)
         connection = self._connections.current
         assert connection is not None, "prepared implies connected"
         if body.round != body.sequence - 1:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
         prepared = connection.prepared
-        turn = body.round - (prepared.program is not None)
-        if prepared.program is not None and turn < 0:
+        answer.tensors, answer.nbytes = prepared.carries(body.round)
+        if answer.repeated:
+            return  # answered as the first was, whose answer may be lost
+        if prepared.program is not None and body.round == 0:
             connection.verify()
             self._writing.program(prepared.program)
-            answer.nbytes = prepared.program.nbytes
         else:
-            self._writing.weights(prepared.delivery.weights(turn))
-            answer.tensors, answer.nbytes = prepared.delivery.count(turn), prepared.delivery.nbytes(turn)
+            self._writing.weights(prepared.delivery.weights(prepared.turn(body.round)))
         self._session.installed(body.sequence)
 
     def _update_bare(self, answer: Answer, entry: Mapping[str, Any], *, routed: bool) -> None:

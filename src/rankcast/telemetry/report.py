@@ -42,16 +42,18 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     ``seconds`` is the whole push as this trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes``
     is what all workers together were told to read, ``direct_nbytes`` the part of it by route.
 
-    ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any and had not
-    done it before. ``control_calls`` counts all other calls that reach workers, once for each worker: claim, start,
-    prepare, installs that carry nothing for it, finish, release, and the init of workers that are met again.
+    ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any, however
+    often a request was repeated on the way. ``control_calls`` counts all other calls that reach workers, once for each
+    worker: claim, start, prepare, installs that carry nothing for it, finish, release, and the init of workers that are
+    met again.
     ``engine_calls`` counts calls that an engine answers by itself: pause, resume, version and cache, and the question
     whether it is paused. ``requests`` and ``request_bytes`` are the HTTP requests to the engines for all of these.
 
     ``ignored`` lists tensors that every worker passes over on purpose, such as a tied head; ``untouched`` persistent
     buffers of workers that no tensor fills, and that keep what they have. ``ways`` says how many tensors and bytes went
-    which way and why. ``direct_tensors`` counts those that workers copied from where they lie; ``through_loader`` says
-    of others why not, with how many for each reason, where that was tried.
+    which way and why. ``direct_tensors`` counts those that workers copied from where they lie; ``cast_tensors`` those
+    of them that have another dtype at a worker, which casts while it copies, and ``cast_nbytes`` what was read of
+    these. ``through_loader`` says of others why not, with how many for each reason, where that was tried.
     """
 
     weight_version: str
@@ -72,6 +74,8 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     untouched: tuple[str, ...]
     direct_tensors: int
     direct_nbytes: int
+    cast_tensors: int
+    cast_nbytes: int
     through_loader: dict[str, int]
     ways: tuple[WayRow, ...]
     workers: tuple[WorkerRow, ...]

@@ -157,7 +157,7 @@ class Leading:
         for engine, report in self.lead.installed():
             who = (engine.id, report.worker.rank)
             self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
-            if (report.tensors or report.nbytes) and not report.repeated:
+            if report.tensors or report.nbytes:
                 self._carried[who] += 1
 
     def finish(self) -> None:
@@ -236,6 +236,7 @@ class Leading:
         requests, request_bytes, engine_calls = (
             now - before for now, before in zip(self._counters(), self._before, strict=True)
         )
+        cast_tensors, cast_nbytes = self.planning.plan.casts if self.planning.plan is not None else (0, 0)
         return PushReport(
             weight_version=self._version,
             mode=self._mode,
@@ -255,6 +256,8 @@ class Leading:
             untouched=self._scope.untouched,
             direct_tensors=len(self.planning.ways.direct),
             direct_nbytes=self.planning.direct_nbytes,
+            cast_tensors=cast_tensors,
+            cast_nbytes=cast_nbytes,
             through_loader=dict(Counter(self.planning.ways.reasons.values())),
             ways=self.planning.way_rows,
             workers=tuple(rows),

@@ -73,7 +73,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def read(self) -> Iterator[Weight]:
-        """Hand over every tensor of ``manifest()``, each once and **in its order**; called once for each push.
+        """Hand over every tensor of ``manifest()``, each once and **in its order**.
+
+        Called at most once for each push, and once more at a push before which the source's tensors moved, to look at
+        where they lie; not at all when every tensor goes direct.
 
         The order is an obligation: ranks advance together by it, so that a source may run a collective for each tensor,
         and a rank that yields in another order lets the others wait for ever in a collective that never comes. Every
