@@ -20,6 +20,7 @@ from direct.ranks import ranks
 from fleets_inprocess import Fleet, WatchedClient, opened
 from oracle import unique_weights
 from rankcast import PushError
+from rankcast.control.inprocess import InProcessClient
 from rankcast.engines.reference.layout import Layout
 from rankcast.trainer.sources import ModuleSource
 
@@ -164,6 +165,59 @@ def test_a_write_during_a_push_is_caught_and_the_next_push_repairs(call: str, na
         assert pushing.fleet.servable == [True] * LAYOUT.workers
         assert not pushing.client.paused
         assert report.worker_calls == first.worker_calls
+
+
+def test_a_write_while_the_other_ranks_are_waited_for_is_caught_although_small_tensors_were_packed_before() -> None:
+    with Pushing() as pushing:
+        pushing.push()
+        group = pushing.sync._group
+        exchange = group.exchange
+
+        def exchange_then_write(data: bytes, what: str) -> list[bytes]:
+            said = exchange(data, what)
+            if what == "where shards lie":
+                with torch.no_grad():
+                    for name in (LARGE, SMALL):
+                        pushing.module.get_parameter(name).add_(1)
+            return said
+
+        before = pushing.fleet.bits()
+        group.exchange = exchange_then_write  # type: ignore[method-assign]
+        with pytest.raises(PushError, match="changed its weights"):
+            pushing.sync.push("two")
+        assert pushing.fleet.changed(before) == []
+        group.exchange = exchange  # type: ignore[method-assign]
+        pushing.push()
+
+
+@pytest.mark.parametrize("lying", ["staged", "shared"])
+@pytest.mark.parametrize("mode", ["ranklocal", "broadcast"])
+def test_a_write_after_the_first_install_is_caught_in_every_mode(mode: str, lying: str) -> None:
+    trained, served = (torch.nn.Sequential(*(torch.nn.Linear(300, 200, bias=False) for _ in "12")) for _ in "12")
+    if lying == "shared":
+        trained.share_memory()
+    receiver = rankcast.Receiver(served)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.fill_(1)
+
+    class Writing(InProcessClient):
+        writes = True
+
+        def update_weights(self, payload: Any) -> None:
+            super().update_weights(payload)
+            if self.writes and receiver.state in ("installing", "installed"):
+                with torch.no_grad():
+                    trained[1].weight.fill_(2)
+
+    client = Writing([receiver])
+    with rankcast.connect(client, trained, mode=mode, bucket_bytes=240_000, timeout=20) as sync:
+        with pytest.raises(PushError, match="changed its weights"):
+            sync.push("1")
+        assert not receiver.servable
+        client.writes = False
+        sync.push("2")
+        assert [parameter.detach().unique().tolist() for parameter in served.parameters()] == [[1.0], [2.0]]
 
 
 def test_a_write_on_any_trainer_rank_ends_the_push_on_all() -> None:

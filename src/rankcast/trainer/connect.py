@@ -139,7 +139,7 @@ def connect(
         exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
         direct = None
         if mode in ROUTED and exports.kind == "shm":
-            direct = DirectExports(found, ranks, exports.manifests)
+            direct = DirectExports(found, ranks, exports.manifests, insist=mode == "direct")
             closing.callback(direct.close)
             ways = leading.planning.use(direct).direct if leading is not None else ()
             said = ranks.broadcast(msgspec.msgpack.encode(_Agreed(ways)), "which tensors go by route")
@@ -152,8 +152,10 @@ def connect(
             raise UnsupportedError(
                 "mode='direct', but workers cannot open this trainer's memory through /proc: use 'auto'"
             )
+        elif mode == "auto" and leading is not None:
+            leading.planning.refuse_casts()
         exports.refresh()
-        return Sync(ranks, exports, leading, direct, _shown(progress), closing)
+        return Sync(ranks, found, exports, leading, direct, _shown(progress), closing)
     except BaseException as error:
         ranks.fail(error)
         try:
