@@ -155,6 +155,26 @@ def test_a_cast_that_is_declared_or_harmless_goes_direct(kept: torch.dtype) -> N
     assert (report.cast_tensors, report.cast_nbytes) == (1, held.nbytes)
 
 
+@pytest.mark.parametrize("mode", ["direct", "auto", "ranklocal", "broadcast"])
+def test_a_module_is_not_said_to_go_by_files(mode: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"transport='file'.*mode='auto'|weight.*it lies in memory"):
+        rankcast.connect(
+            rankcast.Receiver(torch.nn.Linear(300, 200)), torch.nn.Linear(300, 200), mode=mode, transport="file"
+        )
+
+
+@pytest.mark.parametrize(("transport", "went"), [("auto", "file"), ("file", "file"), ("shm", "shm")])
+def test_a_checkpoint_goes_by_its_files_unless_memory_is_asked_for(tmp_path: Path, transport: str, went: str) -> None:
+    write_checkpoint(tmp_path, CONFIG, FIRST)
+    with Fleet(CONFIG, LAYOUT) as fleet:
+        with rankcast.connect(fleet.receivers, tmp_path, transport=transport, timeout=60) as sync:
+            report = sync.push("1")
+        assert fleet.differences(FIRST) == []
+    assert report.transport == went
+    assert report.direct_tensors == (report.tensors if went == "file" else 0)
+    assert all("it lies in a file" in reason for reason in report.through_loader)
+
+
 def test_without_room_in_shared_memory_direct_is_refused_and_auto_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "named_room", lambda: 64 * 1024)
     trained, served = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)

@@ -19,7 +19,7 @@ from rankcast.plan.routes import Plan, make_plan
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.sources.base import WeightSource
 from rankcast.trainer.sources.exported import RankShards, export_shards
-from rankcast.wire.handles import Handle
+from rankcast.wire.handles import FileHandle, Handle
 from rankcast.wire.reports import Wanted
 
 
@@ -99,6 +99,17 @@ class DirectExports:
             for name, reason in (said.shards.staged if said.shards is not None else {}).items():
                 reasons.setdefault(name, f"on trainer rank {rank}: {reason}")
         return reasons
+
+    def in_files(self) -> set[str]:
+        """The tensors of which some rank holds a part in a file."""
+        found: set[str] = set()
+        for said, manifest in zip(self._said, self._manifests, strict=True):
+            rows = said.shards or RankShards()
+            files = {number for number, handle in enumerate(rows.handles) if isinstance(handle, FileHandle)}
+            if files:
+                lying = zip(rows.tensors, rows.segments, strict=True)
+                found.update(manifest.names[tensor] for tensor, segment in lying if segment in files)
+        return found
 
     def held(self) -> dict[str, str]:
         """The tensors whose shards have another dtype than the manifest says, with the shards' dtype."""

@@ -46,15 +46,14 @@ class Leading:
         pause_mode: str | None,
         lease: float,
     ) -> None:
-        self.lead = Lead(speaker, mode=mode, transport=transport, lease=lease)
+        self.lead = Lead(speaker, mode=mode, lease=lease)
         self.kind = kind
-        self.planning = Planning(speaker.fleet, manifest, mode=mode)
+        self.planning = Planning(speaker.fleet, manifest, mode=mode, transport=transport)
         self.total_bytes = 0
         self._speaker = speaker
         self._fleet = speaker.fleet
         self._scope = scope
         self._mode = mode
-        self._transport = transport
         self._pause = pause_mode
         self._version = ""
         self._manifest = manifest
@@ -143,7 +142,7 @@ class Leading:
         self._shares = self.planning.shares(rest, placed, handles)
         programs = 1 if self.planning.ways.direct else 0
         self._installs = programs + placed.installs
-        self.lead.prepare(self._shares, self._installs)
+        self.lead.prepare(self._shares, self._installs, self.planning.planes)
         self._opened_by = self._fleet.meetings
         self.total_bytes = sum(share.nbytes for share in self._shares.values())
         return programs
@@ -243,7 +242,7 @@ class Leading:
         return PushReport(
             weight_version=self._version,
             mode=self._mode,
-            transport=self._transport,
+            transport="+".join(self.planning.planes),
             seconds=clock.elapsed,
             stage_seconds=dict(clock.seconds),
             rounds=self._installs,

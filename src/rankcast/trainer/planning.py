@@ -18,22 +18,25 @@ from rankcast.trainer.direct import DirectExports, Ways, can_round, choose_ways,
 from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.shares import Routes, Share, cut_share
-from rankcast.wire.handles import Handle
+from rankcast.wire.handles import Handle, plane_of
 from rankcast.wire.reports import Fault, Wanted
 
 #: Why nothing goes by route where that was not even tried.
 UNREADABLE = "workers cannot open this trainer's memory where it lies"
+_LYING = {"shm": "memory", "file": "a file"}
 
 
 class Planning:
     """Shares for a fleet; ``direct`` is None in modes in which nothing goes by route."""
 
-    def __init__(self, fleet: Fleet, manifest: Manifest, *, mode: str) -> None:
+    def __init__(self, fleet: Fleet, manifest: Manifest, *, mode: str, transport: str) -> None:
         self.plan: Plan | None = None
         self.ways = Ways((), {})
         self._fleet = fleet
         self._manifest = manifest
         self._mode = mode
+        self._transport = transport
+        self._planes: tuple[str, ...] = ()
         self._direct: DirectExports | None = None
         self._shares: dict[tuple[str, int], Share] = {}
         self._rows: tuple[WayRow, ...] = ()
@@ -43,24 +46,37 @@ class Planning:
     def use(self, direct: DirectExports) -> Ways:
         """Plan with ``direct``; returns which tensors go which way.
 
-        Raises ``ManifestError`` when a worker wants what no rank holds, and in mode ``direct`` ``UnsupportedError``
-        with the reasons of the tensors that cannot go by route.
+        Raises ``ManifestError`` when a worker wants what no rank holds, and in mode ``direct``, and for transport
+        ``file``, ``UnsupportedError`` with the reasons of the tensors that cannot go that way.
         """
         if direct.unusable:
             self.ways = Ways((), dict.fromkeys(self._manifest.names, direct.unusable))
         else:
-            self.ways = choose_ways(self._manifest, direct.staged(), direct.held(), self._wanted())
+            self.ways = self._choose(direct)
         self.refuse_casts()
-        if self._mode == "direct" and self.ways.reasons:
+        insisted = {"mode": self._mode == "direct", "transport": self._transport == "file"}
+        for option in (option for option, insists in insisted.items() if insists and self.ways.reasons):
             name, reason = next(iter(self.ways.reasons.items()))
+            value = getattr(self, f"_{option}")
             raise UnsupportedError(
-                f"mode='direct', but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; use mode='auto'",
+                f"{option}={value!r}, but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; "
+                f"use {option}='auto'",
                 tensor=name,
             )
         self._direct = direct if self.ways.direct else None
         if self._direct is not None:
             self._replan(self._direct)
         return self.ways
+
+    def _choose(self, direct: DirectExports) -> Ways:
+        staged = direct.staged()
+        if self._transport != "auto":
+            files = direct.in_files()
+            for name in self._manifest.names:
+                lies = "file" if name in files else "shm"
+                if lies != self._transport:
+                    staged.setdefault(name, f"transport={self._transport!r}, and it lies in {_LYING[lies]}")
+        return choose_ways(self._manifest, staged, direct.held(), self._wanted())
 
     def refuse_casts(self) -> None:
         """Raise ``PushError`` for a tensor that is not to go by route and has another dtype than a worker's parameter.
@@ -102,7 +118,7 @@ class Planning:
         """
         if self._direct is None or self._planned_for == (self._direct.generation, self._fleet.meetings):
             return
-        ways = choose_ways(self._manifest, self._direct.staged(), self._direct.held(), self._wanted())
+        ways = self._choose(self._direct)
         if set(ways.direct) != set(self.ways.direct):
             odd = sorted(set(ways.direct) ^ set(self.ways.direct))
             raise UnsupportedError(f"{listed(odd)} cannot go the way that was agreed at connect: connect again")
@@ -114,6 +130,8 @@ class Planning:
         if of is None or of[0] is not placed or of[1] is not staged or of[2] != self._fleet.meetings:
             self._shares = self._cut(rest, placed, staged)
             self._rows = self._count(rest)
+            handles = {handle for share in self._shares.values() for handle in share.handles}
+            self._planes = tuple(sorted({plane_of(handle) for handle in handles}))
             self._made_of = (placed, staged, self._fleet.meetings)
         return self._shares
 
@@ -142,6 +160,11 @@ class Planning:
             return touched
         names = self._manifest.names
         return tuple(rest.index[names[i]] for i in touched if names[i] in rest.index)
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The transports of the last shares: ``shm``, ``file`` or both."""
+        return self._planes
 
     @property
     def way_rows(self) -> tuple[WayRow, ...]:
