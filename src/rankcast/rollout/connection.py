@@ -124,6 +124,7 @@ class Connection:
         except LocationError:
             self._forget()
             raise
+        self._segments.lend(delivery.segments)
         self._prepared = Prepared(body.plan_hash, body.handles, body.installs, program, delivery)
 
     def holds(self, body: Prepare) -> bool:
@@ -132,8 +133,13 @@ class Connection:
         return held is not None and (held.hash, held.installs) == (body.plan_hash, body.installs)
 
     def verify(self) -> None:
-        """Compare every open segment with its record once more; raises ``LocationError``."""
+        """Compare every open segment with its record once more; raises ``LocationError``.
+
+        What is read next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this
+        process's own copy since, and a program reads whatever lies on it besides.
+        """
         self._segments.use(self.prepared.handles)
+        self._segments.refresh()
 
     def _forget(self) -> None:
         if self._prepared is not None:
