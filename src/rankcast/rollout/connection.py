@@ -97,14 +97,17 @@ class Connection:
         return self._prepared
 
     def prepare(self, body: Prepare) -> None:
-        """Prove the whole session before any of it: names, shapes, dtypes, completeness, segments and bounds.
+        """Prove the whole session before any of it: names, shapes, dtypes, completeness, segments, bounds and targets.
 
-        Raises the error of the first thing that is wrong; then nothing of an earlier session is kept either.
+        Raises the error of the first thing that is wrong; then a session that was sent whole is not kept, nor what it
+        would have replaced.
         """
         if body.handles is None:
             self._prepare_again(body)
         else:
             self._prepare_anew(body, body.handles)
+        # In every session, also one of the same plan: an engine may have replaced a parameter since.
+        self._scope.check_targets()
 
     def _prepare_again(self, body: Prepare) -> None:
         if body.schedule is not None or body.program is not None:
