@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
 from rankcast.rollout.installer import Installer
-from rankcast.rollout.padding import cleared_by, padding_of
+from rankcast.rollout.padding import Padding, cleared_by, padding_of
 from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.rollout.wanted import check_filled, wanted_of
@@ -81,7 +81,11 @@ class Scope:
 
     def program(self, program: Program, opened: Sequence[Opened]) -> CopyProgram:
         """``program`` over what was opened for it; raises ``LocationError`` where a route reaches outside of that."""
-        return CopyProgram(program, opened, self._targets, padding_of(self._trace))
+        return CopyProgram(program, opened, self._targets, self._padding)
+
+    @functools.cached_property
+    def _padding(self) -> tuple[Padding, ...]:
+        return padding_of(self._trace)
 
     def _refuse_casts(self, names: Iterable[str]) -> None:
         found = [self._casts[name] for name in names if name in self._casts]
