@@ -226,7 +226,11 @@ class Pushed:
         self.fleet.close()
 
     def refused(self, spoil: Callable[[Columns], None]) -> str:
-        """Push the second weights with one program spoiled, which must be refused with nothing written on any worker.
+        """As ``refused_whole``, for what is wrong with the program itself."""
+        return self.refused_whole(lambda body: spoil(body["program"]))
+
+    def refused_whole(self, spoil: Callable[[dict[str, Any]], None]) -> str:
+        """Push the second weights with one prepare spoiled, which must be refused with nothing written on any worker.
 
         Then push the third, which must succeed.
         """
@@ -235,7 +239,7 @@ class Pushed:
             if call != "prepare":
                 return payload
             body = opened(payload["entries"][VICTIM])
-            spoil(body["program"])
+            spoil(body)
             return {**payload, "entries": {**payload["entries"], VICTIM: closed(body)}}
 
         # A storage that moves makes the trainer send programs again.
@@ -366,6 +370,42 @@ SPOILED: dict[str, tuple[Callable[[Columns], None], str]] = {
 def test_a_program_that_does_not_fit_is_refused_and_nothing_is_written(pushed: Pushed, fault: str) -> None:
     spoil, words = SPOILED[fault]
     said = pushed.refused(spoil)
+    assert re.search(words, said), said
+    assert "worker 3 of 4" in said
+
+
+def no_install(body: dict[str, Any]) -> None:
+    body["installs"] = 0
+
+
+def no_handles(body: dict[str, Any]) -> None:
+    body["handles"] = None
+
+
+def another_source(body: dict[str, Any]) -> None:
+    """Two sources exchanged: still in bounds, and every element is written once."""
+    columns = body["program"]
+    of_size: dict[str, list[int]] = {}
+    for i, sizes in enumerate(columns["sizes"]):
+        of_size.setdefault(str(sizes), []).append(i)
+    first, second = next(routes for routes in of_size.values() if len(routes) > 1)[:2]
+    for name in ("addresses", "segments"):
+        columns[name][first], columns[name][second] = columns[name][second], columns[name][first]
+
+
+WHOLE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a program that no install runs": (no_install, r"announces 0 installs, which leaves none for its copy program"),
+    "a program without handles": (no_handles, r"a program and no handles"),
+    "another program than its hash names": (another_source, r"calls its .* plan \w{8}, and they are plan \w{8}"),
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_prepare_whose_parts_do_not_belong_together_is_refused_and_nothing_is_written(
+    pushed: Pushed, fault: str
+) -> None:
+    spoil, words = WHOLE[fault]
+    said = pushed.refused_whole(spoil)
     assert re.search(words, said), said
     assert "worker 3 of 4" in said
 

@@ -253,6 +253,10 @@ def test_a_write_on_any_trainer_rank_ends_the_push_on_all() -> None:
             assert fleet.differences(weights) == []
 
 
+#: The modules of which the changes of form below take something.
+OWNERS = ("lm_head", "model", "model.norm")
+
+
 def replace_storage(parameter: torch.nn.Parameter) -> None:
     parameter.data = parameter.data.clone()
 
@@ -277,15 +281,63 @@ def test_a_workers_parameter_whose_storage_was_replaced_is_found_again() -> None
         pushing.push()
 
 
-def test_a_workers_parameter_of_another_form_is_refused_by_name_and_a_new_connection_takes_it() -> None:
-    with Pushing() as pushing:
+def another_dtype(model: torch.nn.Module) -> None:
+    norm = model.get_parameter(SMALL)
+    norm.data = norm.data.to(torch.float64)
+
+
+def another_shape(model: torch.nn.Module) -> None:
+    owner = model.get_submodule("lm_head")
+    owner.register_parameter("weight", torch.nn.Parameter(torch.zeros(32, 32), requires_grad=False))
+
+
+def other_strides(model: torch.nn.Module) -> None:
+    head = model.get_parameter("lm_head.weight")
+    head.data = head.data.t().contiguous().t()
+
+
+def gone(model: torch.nn.Module) -> None:
+    del model.get_submodule("model.norm").weight
+
+
+def one_more(model: torch.nn.Module) -> None:
+    model.get_submodule("model").register_parameter("added", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+
+
+FORMS: dict[str, tuple[Callable[[torch.nn.Module], None], str]] = {
+    "dtype": (another_dtype, r"model\.norm\.weight is now float64\[16\], and was float32\[16\]"),
+    "shape": (another_shape, r"lm_head\.weight is now float32\[32, 32\], and was float32\[64, 16\]"),
+    "strides": (other_strides, r"lm_head\.weight now has the strides \[1, 64\], and had \[16, 1\]"),
+    "gone": (gone, r"model\.norm\.weight is gone, and was float32\[16\]"),
+    "new": (one_more, r"not there when the loader was traced would be left as they are: model\.added"),
+}
+
+
+@pytest.mark.parametrize("mode", ["direct", "ranklocal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_workers_parameter_of_another_form_is_refused_by_name_before_anything_is_written(
+    form: str, mode: str
+) -> None:
+    change, words = FORMS[form]
+    with Pushing(mode=mode) as pushing:
         pushing.push()
-        norm = pushing.fleet.models[1].get_parameter(SMALL)
-        norm.data = norm.data.to(torch.float64)
+        model = pushing.fleet.models[1]
+        kept = {name: (model.get_submodule(name), dict(model.get_submodule(name)._parameters)) for name in OWNERS}
+        data = {name: parameter.data for name, parameter in model.named_parameters()}
+        change(model)
+        before = pushing.fleet.bits()
         become(pushing.module, 5)
-        with pytest.raises(PushError, match=r"model\.norm\.weight is now float64\[16\], and was float32\[16\]"):
+        with pytest.raises(PushError, match=words) as refusal:
             pushing.sync.push("five")
-        norm.data = norm.data.to(torch.float32)
+        assert "the loader" not in str(refusal.value).replace("the loader was traced", "")
+        assert refusal.value.codes == ("manifest",)
+        assert pushing.fleet.changed(before) == []
+        assert pushing.fleet.servable == [True] * 4
+        for owner, parameters in kept.values():
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+        for name, tensor in data.items():
+            model.get_parameter(name).data = tensor
         pushing.push()
 
 
