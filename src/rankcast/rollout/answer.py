@@ -37,6 +37,7 @@ class Answer:
     unreachable: str = ""
     touched: Touched | None = None
     wanted: Wanted | None = None
+    digests: str = ""
 
     def report(
         self,
@@ -78,4 +79,5 @@ class Answer:
             touched=self.touched,
             wanted=self.wanted,
             unsent=unsent,
+            digests=self.digests,
         )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import secrets
 
+import torch
+
 from rankcast.errors import LocationError, PayloadError, RankcastError, StateError
 from rankcast.manifest import Manifest
 from rankcast.rollout.delivery import Delivery, Segments, schedule_manifest
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.program import CopyProgram, check_program
 from rankcast.rollout.scope import Scope
+from rankcast.transports.digest import packed
 from rankcast.transports.opening import open_any
 from rankcast.wire.bodies import Prepare
 from rankcast.wire.handles import Handle
@@ -31,6 +34,8 @@ class Prepared:
     installs: int
     program: CopyProgram | None
     delivery: Delivery
+    #: Of what each install brought, once it did, as they travel; ``None`` where nobody asks for them.
+    digests: dict[int, str] | None = None
 
     def turn(self, number: int) -> int:
         """Which of the delivery's rounds install ``number`` is."""
@@ -42,6 +47,22 @@ class Prepared:
             return 0, self.program.nbytes
         turn = self.turn(number)
         return self.delivery.count(turn), self.delivery.nbytes(turn)
+
+    def weights(self, number: int) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of install ``number``, which is not the program; raises as ``Delivery.weights`` does."""
+        weights = self.delivery.weights(self.turn(number))
+        if self.digests is not None:
+            # Now: a loader may write into what it is given.
+            self.digests[number] = packed(self.delivery.digests(self.turn(number)))
+        return weights
+
+    def said(self, number: int) -> str:
+        """The digests of install ``number``, which is done; empty where nobody asks for them."""
+        if self.digests is None:
+            return ""
+        if self.program is not None and number == 0:
+            return packed(self.program.digests)
+        return self.digests.get(number, "")
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
@@ -108,6 +129,10 @@ class Connection:
             self._prepare_anew(body, body.handles)
         # In every session, also one of the same plan: an engine may have replaced a parameter since.
         self._scope.check_targets()
+        prepared = self.prepared
+        self._prepared = dataclasses.replace(prepared, digests={} if body.digests else None)
+        if prepared.program is not None:
+            prepared.program.take_digests(body.digests)
 
     def _prepare_again(self, body: Prepare) -> None:
         if body.schedule is not None or body.program is not None:

@@ -12,6 +12,7 @@ import torch
 
 from rankcast.errors import LocationError, PayloadError
 from rankcast.manifest import Manifest, TensorMeta, nbytes
+from rankcast.transports.digest import digest
 from rankcast.transports.opening import Opened, open_any
 from rankcast.transports.segment import OpenedSegment
 from rankcast.wire.bodies import Schedule
@@ -121,6 +122,10 @@ class Delivery:
             segment.verify()
             segment.refresh()
         return self._rounds[turn]
+
+    def digests(self, turn: int) -> list[int]:
+        """Of the tensors of round ``turn`` as they lie there now, in their order."""
+        return [digest(tensor) for _, tensor in self._rounds[turn]]
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""

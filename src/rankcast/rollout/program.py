@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from rankcast.errors import ManifestError, PayloadError
-from rankcast.geometry import Box, box_of_view, extent
+from rankcast.geometry import Box, box_of_view
 from rankcast.manifest import DTYPES, canonical_dtype, listed
-from rankcast.rollout.file_reads import FileRead
 from rankcast.rollout.padding import Padding
 from rankcast.rollout.traced_targets import TracedTargets
-from rankcast.transports.file import OpenedFile
+from rankcast.trace.dtypes import torch_dtype
+from rankcast.transports.digest import digest
+from rankcast.transports.file_reads import FileRead, box_in
 from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
 
@@ -89,6 +90,7 @@ class CopyProgram:
         for one in padding:
             self._padding.setdefault(one.name, []).append(one)
         self._bound: tuple[tuple[object, ...], BoundProgram] | None = None
+        self._digests: list[int] | None = None
         self.routes = len(program.destinations)
         self.nbytes = sum(
             math.prod(sizes) * DTYPES[dtype] for sizes, dtype in zip(program.sizes, program.dtypes, strict=True)
@@ -102,11 +104,7 @@ class CopyProgram:
             program.source_strides[i],
             program.addresses[i],
         )
-        name = program.parameters[program.destinations[i]]
-        if isinstance(opened, OpenedFile):
-            return FileRead(opened, dtype, sizes, strides, address, name)
-        flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
-        return torch.as_strided(flat, sizes, strides)
+        return box_in(opened, dtype, sizes, strides, address, program.parameters[program.destinations[i]])
 
     def writes(self, name: str) -> bool:
         """Whether any route goes to parameter ``name``."""
@@ -140,7 +138,24 @@ class CopyProgram:
             for name, target in targets.items():
                 for one in self._padding.get(name, ()):
                     _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
-        return BoundProgram(self.pairs(targets))
+        routes = [i for name in targets for i in self._by_parameter.get(name, ())]
+        return BoundProgram(self, routes, self.pairs(targets))
+
+    def take_digests(self, wanted: bool) -> None:
+        """Whether to digest, in every run from now on, what each route has filled."""
+        self._digests = [0] * self.routes if wanted else None
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """Of what each route filled last, in the order of the program; empty unless they were wanted."""
+        return self._digests or ()
+
+    def filled(self, routes: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        """``routes`` have just filled ``views``."""
+        if self._digests is None:
+            return
+        for i, view in zip(routes, views, strict=True):
+            self._digests[i] = digest(view, rounded=view.dtype != torch_dtype(self._program.dtypes[i]))
 
     def pairs(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | FileRead]]:
         """For each route into one of ``targets`` the view that it fills, and what it is filled from."""
@@ -165,7 +180,15 @@ def _view(target: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequ
 class BoundProgram:
     """Pairs of views; running it is the whole install of a worker whose parameters stay where they are."""
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]]) -> None:
+    def __init__(
+        self,
+        program: CopyProgram,
+        routes: Sequence[int],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]],
+    ) -> None:
+        self._program = program
+        self._routes = routes
+        self._views = [view for view, _ in pairs]
         self._destinations: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._reads: list[tuple[torch.Tensor, FileRead]] = []
@@ -186,3 +209,4 @@ class BoundProgram:
                 torch._foreach_copy_(self._destinations, self._sources)
             for view, read in self._reads:
                 read.into(view)
+            self._program.filled(self._routes, self._views)

@@ -303,14 +303,15 @@ class Receiver:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
         prepared = connection.prepared
         answer.tensors, answer.nbytes = prepared.carries(body.round)
-        if answer.repeated:
-            return  # answered as the first was, whose answer may be lost
-        if prepared.program is not None and body.round == 0:
-            connection.verify()
-            self._writing.program(prepared.program)
-        else:
-            self._writing.weights(prepared.delivery.weights(prepared.turn(body.round)))
-        self._session.installed(body.sequence)
+        if not answer.repeated:
+            if prepared.program is not None and body.round == 0:
+                connection.verify()
+                self._writing.program(prepared.program)
+            else:
+                self._writing.weights(prepared.weights(body.round))
+            self._session.installed(body.sequence)
+        # A repeated one is answered as the first was, whose answer may be lost.
+        answer.digests = prepared.said(body.round)
 
     def _update_bare(self, answer: Answer, entry: Mapping[str, Any], *, routed: bool) -> None:
         if self._codec.signed:

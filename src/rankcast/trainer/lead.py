@@ -23,7 +23,7 @@ from rankcast.wire.reports import Report
 class Lead:
     """Speaks to the fleet for all trainer ranks."""
 
-    def __init__(self, speaker: Speaker, *, mode: str, lease: float) -> None:
+    def __init__(self, speaker: Speaker, *, mode: str, lease: float, digests: bool) -> None:
         self.fleet = speaker.fleet
         self.serves_old = True
         #: Engines that the last abort did not reach, so that a session may still be open there.
@@ -31,6 +31,7 @@ class Lead:
         self._speaker = speaker
         self._mode = mode
         self._transport = "shm"
+        self._digests = digests
         self._lease = lease
         self._session = ""
         self._version = ""
@@ -174,6 +175,7 @@ class Lead:
             connection=self._speaker.connection,
             mode=self._mode,
             transport=self._transport,
+            digests=self._digests,
             installs=self._installs,
             plan_hash=share.hash,
             schedule=None if known else share.schedule,

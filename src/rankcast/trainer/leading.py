@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rankcast.errors import UnsupportedError
-from rankcast.manifest import Manifest
+from rankcast.errors import DigestError, UnsupportedError
+from rankcast.manifest import Manifest, listed
 from rankcast.plan.schedule import Placed
 from rankcast.telemetry.progress import StageClock
 from rankcast.telemetry.report import PushReport, WorkerRow
-from rankcast.trainer.engine import Engine, refuse
+from rankcast.trainer.digests import Checking
+from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.lead import Lead
 from rankcast.trainer.meeting import Scope, meet
 from rankcast.trainer.pausing import pause, reset_caches, resume
@@ -24,6 +25,7 @@ from rankcast.trainer.shares import Share
 from rankcast.trainer.speaker import Speaker
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
+from rankcast.wire.reports import Fault
 
 #: The modes in which workers say which boxes they want, so that tensors can go by route.
 ROUTED = ("auto", "direct")
@@ -45,8 +47,10 @@ class Leading:
         transport: str,
         pause_mode: str | None,
         lease: float,
+        digests: bool,
     ) -> None:
-        self.lead = Lead(speaker, mode=mode, lease=lease)
+        self.lead = Lead(speaker, mode=mode, lease=lease, digests=digests)
+        self.checking: Checking | None = None
         self.kind = kind
         self.planning = Planning(speaker.fleet, manifest, mode=mode, transport=transport)
         self.total_bytes = 0
@@ -58,6 +62,7 @@ class Leading:
         self._version = ""
         self._manifest = manifest
         self._installs = 0
+        self._turn = 0
         self._open = False
         self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
@@ -79,6 +84,7 @@ class Leading:
         transport: str,
         pause_mode: str | None,
         lease: float,
+        digests: bool,
     ) -> Leading:
         """Meet the fleet, and find out by a probe how its workers can open what this trainer exports.
 
@@ -98,6 +104,7 @@ class Leading:
                     transport=transport,
                     pause_mode=pause_mode,
                     lease=lease,
+                    digests=digests,
                 )
             why[kind] = f"{met.shut[0]}: {met.shut[1]}"
         raise UnsupportedError(
@@ -149,16 +156,27 @@ class Leading:
 
     def install(self, turn: int, done: int) -> int:
         """Send a round; returns ``done`` plus the bytes that workers were told to read with it."""
+        self._turn = turn
         self.lead.install(turn)
         return done + sum(share.nbytes_by_install[turn] for share in self._shares.values())
 
     def installed(self) -> None:
-        """Wait for the round under way."""
+        """Wait for the round under way. Raises ``PushError`` also when a worker took other bytes than a rank had."""
+        faults: list[WorkerFault] = []
         for engine, report in self.lead.installed():
             who = (engine.id, report.worker.rank)
             self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
             if report.tensors or report.nbytes:
                 self._carried[who] += 1
+            if self.checking is not None:
+                odd = self.checking.differing(who, self._shares[who], self._turn, report.digests)
+                if odd:
+                    text = (
+                        f"took other bytes of {listed(odd)} than the trainer had when the push began: something wrote "
+                        "them meanwhile; push again"
+                    )
+                    faults.append(WorkerFault(engine.where, report.worker.label, Fault(DigestError.code, text, odd[0])))
+        refuse(faults, f"push of {self._version!r} failed")
 
     def finish(self) -> None:
         """Every worker of every engine attests."""

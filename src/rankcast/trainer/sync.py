@@ -18,6 +18,7 @@ from rankcast.errors import PushError, RankcastError, StateError, TrainerError
 from rankcast.plan.routes import Plan
 from rankcast.telemetry.progress import Progress, ProgressCallback, Stage, StageClock
 from rankcast.telemetry.report import PushReport
+from rankcast.trainer.digests import Checking
 from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.group import TrainerGroup
@@ -41,6 +42,7 @@ class Sync:
         exports: Exports,
         leading: Leading | None,
         direct: DirectExports | None,
+        checking: Checking | None,
         progress: ProgressCallback | None,
         closing: contextlib.ExitStack,
     ) -> None:
@@ -50,6 +52,7 @@ class Sync:
         self._exports = exports
         self._leading = leading
         self._direct = direct
+        self._checking = checking
         self._progress = progress
         self._closing = closing
         self._closed = False
@@ -114,6 +117,8 @@ class Sync:
             group.broadcast(b"", "prepared")
             exports.unlink()
             # What changed before the first byte is read costs nobody their old weights.
+            if self._checking is not None and direct is not None:
+                self._checking.take_shards(direct, leading.planning if leading is not None else None)
             watch.check()
             group.gather(b"", "nothing changed before it is read")
         done = 0
@@ -131,7 +136,10 @@ class Sync:
                     leading.installed()
                 group.broadcast(b"", f"buffer of round {turn} is free")
                 staging.stage(turn)
-                group.gather(b"", f"round {turn} is staged")
+                if self._checking is not None:
+                    self._checking.take_round(exports, turn, f"round {turn} is staged")
+                else:
+                    group.gather(b"", f"round {turn} is staged")
             if leading is not None:
                 with clock.stage("install"):
                     leading.installed()
