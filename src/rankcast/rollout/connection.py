@@ -105,6 +105,15 @@ class Connection:
         """The boxes that this worker wants of the manifest's tensors."""
         return self._scope.wanted()
 
+    def diff(self, later: Connection) -> list[str]:
+        """In words, what this worker's loader does otherwise since it was traced for ``later``."""
+        return self._scope.diff(later._scope)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the engine's loader may do something else by now than what was traced."""
+        return bool(self._scope.changes())
+
     @property
     def plan_hash(self) -> str:
         """The hash of what was prepared last; empty when nothing is."""
@@ -123,6 +132,9 @@ class Connection:
         Raises the error of the first thing that is wrong; then a session that was sent whole is not kept, nor what it
         would have replaced.
         """
+        changes = self._scope.changes()
+        if changes:
+            raise StateError(f"the loader was traced before this changed: {'; '.join(changes)}: push again")
         if body.handles is None:
             self._prepare_again(body)
         else:

@@ -120,6 +120,14 @@ class Scope:
                 raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
         self.check_complete()
 
+    def diff(self, later: Scope) -> list[str]:
+        """In words, what the loader does otherwise by the trace of ``later``; empty when the traces are the same."""
+        return [] if self._trace.hash == later._trace.hash else self._trace.diff(later._trace)
+
+    def changes(self) -> list[str]:
+        """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
+        return self._trace.fingerprint.changes(self._installer.fingerprint())
+
     def check_targets(self) -> None:
         """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""
         self._installer.check(self._targets)

@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankcast.errors import UnsupportedError
+from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.manifest import Manifest, listed
 from rankcast.trace.cells import View
+from rankcast.trace.changes import changes
 from rankcast.trace.coverage import Coverage
+from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
 
 
 class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +73,8 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """What one ``load_weights`` does with the tensors of ``manifest``.
 
     ``destinations`` are the parameters, each storage region once, ``layouts`` their strides; ``aliases`` pairs the
-    name of a tied parameter with the one that stands for it.
+    name of a tied parameter with the one that stands for it. ``fingerprint`` is what the engine said of itself then:
+    once it says something else, this is no longer what its loader does.
     """
 
     manifest: Manifest
@@ -80,11 +83,31 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     aliases: tuple[tuple[str, str], ...]
     copies: Copies
     fills: Fills
+    fingerprint: Fingerprint = NOTHING_SAID
+
+    def to_json(self) -> bytes:
+        """The whole trace as JSON, which ``from_json`` makes an equal one of."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Trace:
+        """The trace that ``to_json`` wrote; raises ``ManifestError`` when ``text`` is something else."""
+        try:
+            trace = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise ManifestError(f"this is no trace: {fault}") from None
+        for manifest in (trace.manifest, trace.destinations):
+            manifest.check()
+        return trace
+
+    def diff(self, later: Trace) -> list[str]:
+        """In words, one line each, what ``later`` has otherwise than this trace; empty when they are equal."""
+        return changes(self, later)
 
     @functools.cached_property
     def hash(self) -> str:
         """A digest of the whole trace, equal on every process whose loader does the same."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.to_json(), digest_size=16).hexdigest()
 
     def touched(self) -> tuple[int, ...]:
         """Indices into the manifest, sorted, of the tensors that go into some destination."""

@@ -19,6 +19,7 @@ from rankcast.manifest import Manifest
 from rankcast.trace.columns import Cast, Copies, Fills, Trace
 from rankcast.trace.coverage import storage_order
 from rankcast.trace.dtypes import dtype_name
+from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
 from rankcast.trace.targets import Targets, meta_tensors, storage_key
 
 __all__ = ["Cast", "Trace", "trace_loader"]
@@ -50,12 +51,17 @@ _NOTHING = _Lineage((), "", False)
 _PARAMETER = _Lineage((), "", True)
 
 
-def trace_loader(load_weights: LoadWeights, destinations: Mapping[str, torch.Tensor], manifest: Manifest) -> Trace:
+def trace_loader(
+    load_weights: LoadWeights,
+    destinations: Mapping[str, torch.Tensor],
+    manifest: Manifest,
+    fingerprint: Fingerprint = NOTHING_SAID,
+) -> Trace:
     """Record where ``load_weights`` puts the tensors of ``manifest`` in ``destinations``, without writing there.
 
     ``load_weights`` is called once, under ``torch.no_grad``, with an iterator of all (name, tensor) in the manifest's
     order; the tensors have full shapes and the manifest's dtypes and lie on the meta device. ``destinations`` are the
-    engine's real parameters and buffers by name; not one byte of them changes.
+    engine's real parameters and buffers by name; not one byte of them changes. ``fingerprint`` goes into the trace.
 
     Raises ``UnsupportedError`` naming operator and parameter when the loader writes in a way that cannot be recorded
     (anything but a copy of equal shape or a constant fill; a value computed from a parameter; a tensor that is no
@@ -78,7 +84,7 @@ def trace_loader(load_weights: LoadWeights, destinations: Mapping[str, torch.Ten
             f"the loader gave {exchanged} another storage instead of writing to it", tensor=exchanged
         )
     recorder.check_exhausted()
-    return recorder.trace()
+    return recorder.trace(fingerprint)
 
 
 class _Operator(NamedTuple):
@@ -158,7 +164,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         what = "its first tensor" if self._current is None else str(self._manifest.row(self._current))
         return ManifestError(f"load_weights failed on {what}: {type(fault).__name__}: {fault}", tensor=name)
 
-    def trace(self) -> Trace:
+    def trace(self, fingerprint: Fingerprint) -> Trace:
         return Trace(
             manifest=self._manifest,
             destinations=self._targets.manifest,
@@ -166,6 +172,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             aliases=tuple(self._targets.aliases),
             copies=Copies(*zip(*self._copies, strict=True)),
             fills=Fills(*zip(*self._fills, strict=True)),
+            fingerprint=fingerprint,
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

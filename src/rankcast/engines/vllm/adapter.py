@@ -28,6 +28,7 @@ from rankcast.errors import InstallError, UnsupportedError
 from rankcast.process import this_process
 from rankcast.rollout.program import CopyProgram
 from rankcast.topology import Worker, engine_rank
+from rankcast.trace.fingerprint import Fingerprint, class_name, digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,6 +98,28 @@ def check_supported(config: VllmConfig) -> None:
         wrong.append("external_launcher with data parallelism: its ranks are counted differently")
     if wrong:
         raise UnsupportedError(f"rankcast does not yet support {'; '.join(wrong)}: serve without it")
+
+
+def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
+    """The model's class, vLLM's version, how it is parallel, and the map of each layer's experts to their slots."""
+    import vllm
+
+    parallel, worker = config.parallel_config, identity(config)
+    maps = []
+    for layer in model.modules():
+        slots = layer.__dict__.get("_expert_map", layer._buffers.get("_expert_map"))
+        if isinstance(slots, torch.Tensor) and not slots.is_meta:
+            maps.append(slots.tolist())
+    return Fingerprint(
+        model=class_name(model),
+        engine=f"vllm {vllm.__version__}",
+        layout=(
+            f"tp {worker.tp} of {parallel.tensor_parallel_size}, pp {worker.pp} of {parallel.pipeline_parallel_size}, "
+            f"dp {worker.dp} of {parallel.data_parallel_size}, ep {worker.ep} "
+            f"({'on' if parallel.enable_expert_parallel else 'off'})"
+        ),
+        experts=digest(maps) if maps else "",
+    )
 
 
 def may_ignore(config: VllmConfig, name: str) -> bool:

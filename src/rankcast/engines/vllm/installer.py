@@ -16,6 +16,7 @@ from rankcast.manifest import Manifest
 from rankcast.rollout.installer import persistent_buffers
 from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
+from rankcast.trace.fingerprint import Fingerprint
 from rankcast.trace.record import Trace, trace_loader
 
 if TYPE_CHECKING:
@@ -35,9 +36,12 @@ class LayerwiseInstaller:
 
     def trace(self, manifest: Manifest) -> Trace:
         adapter.check_supported(self._config)
-        tied = self._tied
+        tied, fingerprint = self._tied, self.fingerprint()
         with adapter.on_meta(self._model):
-            return trace_loader(self._model.load_weights, self._destinations(tied), manifest)
+            return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint)
+
+    def fingerprint(self) -> Fingerprint:
+        return adapter.fingerprint(self._model, self._config)
 
     def required(self) -> frozenset[str]:
         with adapter.on_meta(self._model):
