@@ -14,6 +14,7 @@ import torch
 from rankcast.errors import ManifestError
 from rankcast.manifest import Manifest
 from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.trace.record import Trace, trace_loader
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -44,6 +45,12 @@ class Installer(Protocol):
 
     def by_loader(self) -> Mapping[str, str]:
         """Destinations that only the loader can fill, with the reason; they are never in a copy program."""
+
+    def check(self, targets: TracedTargets) -> None:
+        """Hand ``targets`` the parameters and buffers as ``trace`` would see them now, and the required names.
+
+        Raises ``ManifestError`` as it does; comes before ``begin``, in every session, and writes nothing.
+        """
 
     def begin(self) -> None: ...
 
@@ -99,6 +106,10 @@ class LoaderInstaller:
 
     def by_loader(self) -> Mapping[str, str]:
         return {}
+
+    def check(self, targets: TracedTargets) -> None:
+        parameters = dict(self._model.named_parameters())
+        targets.check({**parameters, **dict(self._model.named_buffers())}, parameters.keys())
 
     def begin(self) -> None:
         """Nothing to set up: the loader writes into the parameters as they are."""

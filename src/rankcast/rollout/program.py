@@ -13,10 +13,10 @@ import torch
 
 from rankcast.errors import ManifestError, PayloadError
 from rankcast.geometry import Box, box_of_view, extent
-from rankcast.manifest import DTYPES, Manifest, canonical_dtype, listed
+from rankcast.manifest import DTYPES, canonical_dtype, listed
 from rankcast.rollout.file_reads import FileRead
 from rankcast.rollout.padding import Padding
-from rankcast.trace.dtypes import dtype_name, torch_dtype
+from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.transports.file import OpenedFile
 from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
@@ -71,16 +71,16 @@ def boxes_of(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 class CopyProgram:
     """The sources of one program, opened; bound to destinations whenever these are there.
 
-    ``destinations`` are the worker's parameters as they were traced, and ``padding`` the constants that its loader
-    writes beside tensors.
+    ``targets`` says how the worker's parameters were traced, and ``padding`` has the constants that its loader writes
+    beside tensors.
     """
 
     def __init__(
-        self, program: Program, opened: Sequence[Opened], destinations: Manifest, padding: Sequence[Padding] = ()
+        self, program: Program, opened: Sequence[Opened], targets: TracedTargets, padding: Sequence[Padding] = ()
     ) -> None:
         """Build the source views; raises ``LocationError`` where a route reaches outside its segment."""
         self._program = program
-        self._destinations = destinations
+        self._traced = targets
         self._sources = [self._source(i, opened[segment]) for i, segment in enumerate(program.segments)]
         self._by_parameter: dict[str, list[int]] = {}
         for i, at in enumerate(program.destinations):
@@ -130,13 +130,14 @@ class CopyProgram:
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
         """The pairs of views for the parameters in ``targets``; other routes are left out. Writes their padding.
 
-        Raises ``ManifestError`` naming a target that is no longer what was traced: of another shape or dtype, or not
-        row-major in memory.
+        Raises ``ManifestError`` naming a target that is no longer what was traced, of another shape, dtype or layout,
+        before it writes anything.
         """
         for name, target in targets.items():
             if self.writes(name) or self.fills(name):
-                self._check(name, target)
-            with torch.no_grad():
+                self._traced.check_one(name, target)
+        with torch.no_grad():
+            for name, target in targets.items():
                 for one in self._padding.get(name, ()):
                     _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
         return BoundProgram(self.pairs(targets))
@@ -149,21 +150,6 @@ class CopyProgram:
             for name, target in targets.items()
             for i in self._by_parameter.get(name, ())
         ]
-
-    def _check(self, name: str, target: torch.Tensor) -> None:
-        traced = self._destinations.row(self._destinations.index[name])
-        if tuple(target.shape) != traced.shape or target.dtype != torch_dtype(traced.dtype):
-            raise ManifestError(
-                f"{name} is now {dtype_name(target.dtype)}{list(target.shape)}, and was {traced.dtype}"
-                f"{list(traced.shape)} when its loader was traced: connect again after a model has changed",
-                tensor=name,
-            )
-        if self.writes(name) and not target.is_contiguous():
-            raise ManifestError(
-                f"{name} now has the strides {list(target.stride())}, and was row-major in memory when its loader was "
-                "traced: connect again after a model has changed",
-                tensor=name,
-            )
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""

@@ -79,11 +79,12 @@ def connect(
 
     ``mode``: ``direct`` (workers copy their boxes out of the trainer's memory), ``ranklocal`` (tensors are staged, each
     worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct where it is
-    possible, ranklocal for the rest. ``transport``: ``shm``, ``file``, or ``auto``, which is ``shm``. ``bucket_bytes``
-    bounds each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``,
-    what arrived is what was prepared. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing
-    until a push completes. ``pause``: how generation is paused around an update: ``keep`` running requests and go on
-    with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
+    possible, ranklocal for the rest. ``transport``: ``shm`` (memory that is shared), ``file`` (workers read files where
+    they lie, which everything must; not with modes that stage), or ``auto``, either of them. ``bucket_bytes`` bounds
+    each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``, what
+    arrived is what was prepared. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing until
+    a push completes. ``pause``: how generation is paused around an update: ``keep`` running requests and go on with
+    them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
 
     ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
     ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
@@ -98,7 +99,7 @@ def connect(
     missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when
     another rank failed. Nothing is left open then.
     """
-    mode, transport = _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
+    _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
     sweep_leftovers()
     ranks = form_group(group, timeout=timeout)
     closing = contextlib.ExitStack()
@@ -139,7 +140,7 @@ def connect(
         exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
         direct = None
         if mode in ROUTED and exports.kind == "shm":
-            direct = DirectExports(found, ranks, exports.manifests)
+            direct = DirectExports(found, ranks, exports.manifests, insist=mode == "direct")
             closing.callback(direct.close)
             ways = leading.planning.use(direct).direct if leading is not None else ()
             said = ranks.broadcast(msgspec.msgpack.encode(_Agreed(ways)), "which tensors go by route")
@@ -148,12 +149,15 @@ def connect(
             if not agreed:
                 direct.close()
                 direct = None
-        elif mode == "direct":
+        elif mode == "direct" or transport == "file":
             raise UnsupportedError(
-                "mode='direct', but workers cannot open this trainer's memory through /proc: use 'auto'"
+                f"mode={mode!r}, transport={transport!r}, but workers cannot open what this trainer has open through "
+                "/proc: use 'auto' for both"
             )
+        elif mode == "auto" and leading is not None:
+            leading.planning.refuse_casts()
         exports.refresh()
-        return Sync(ranks, exports, leading, direct, _shown(progress), closing)
+        return Sync(ranks, found, exports, leading, direct, _shown(progress), closing)
     except BaseException as error:
         ranks.fail(error)
         try:
@@ -165,7 +169,7 @@ def connect(
 
 def _check_options(
     mode: str, transport: str, bucket_bytes: int, check: str, on_failure: str, pause: str | None, timeout: float
-) -> tuple[str, str]:
+) -> None:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
     if transport in ROUTES:
@@ -180,7 +184,8 @@ def _check_options(
         raise LimitError(f"bucket_bytes is {bucket_bytes}; it must be positive")
     if not timeout > 0:
         raise LimitError(f"timeout is {timeout}; it must be a positive number of seconds")
-    return mode, "shm" if transport == "auto" else transport
+    if transport == "file" and mode not in ROUTED:
+        raise UnsupportedError(f"transport='file', but mode={mode!r} stages tensors in memory: use mode='auto'")
 
 
 def _owner() -> Owner:

@@ -46,15 +46,14 @@ class Leading:
         pause_mode: str | None,
         lease: float,
     ) -> None:
-        self.lead = Lead(speaker, mode=mode, transport=transport, lease=lease)
+        self.lead = Lead(speaker, mode=mode, lease=lease)
         self.kind = kind
-        self.planning = Planning(speaker.fleet, manifest, mode=mode)
+        self.planning = Planning(speaker.fleet, manifest, mode=mode, transport=transport)
         self.total_bytes = 0
         self._speaker = speaker
         self._fleet = speaker.fleet
         self._scope = scope
         self._mode = mode
-        self._transport = transport
         self._pause = pause_mode
         self._version = ""
         self._manifest = manifest
@@ -65,6 +64,10 @@ class Leading:
         self._carried: Counter[tuple[str, int]] = Counter()
         self._before = (0, 0, 0)
         self._shares: Mapping[tuple[str, int], Share] = {}
+        #: What the fleet served when the last push ended, in words.
+        self._standing = "every worker serves what it had"
+        #: The meetings since which every worker has opened what is exported.
+        self._opened_by = speaker.fleet.meetings
 
     @classmethod
     def meet(
@@ -102,30 +105,26 @@ class Leading:
             f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
         )
 
-    def open(self, version: str, *, moved: bool) -> bool:
-        """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
-
-        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left. ``moved``
-        says that shards lie elsewhere than at the last push.
-        """
+    def begin(self, version: str) -> None:
+        """A push of ``version`` begins on every trainer rank; nothing is said to the fleet yet."""
         self._version = version
         self._seconds.clear()
         self._carried.clear()
         self._published = False
         self._before = self._counters()
         self._fleet.worker_calls = 0
+
+    def open(self) -> bool:
+        """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
+
+        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left.
+        """
         self._open = True
-        met: list[Engine] = []
-
-        def meet_again(engines: Sequence[Engine]) -> None:
-            met.extend(engines)
-            self._meet_again(engines)
-
-        self.lead.claim(version, meet_again)
-        self.planning.renew(met=bool(met), moved=moved)
-        refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
+        self.lead.claim(self._version, self._meet_again)
+        self.planning.renew()
+        refuse(pause(self._fleet, self._pause), f"push of {self._version!r} refused: an engine could not be paused")
         self.lead.start()
-        return bool(met)
+        return self._opened_by != self._fleet.meetings
 
     def _meet_again(self, engines: Sequence[Engine]) -> None:
         """Workers that restarted or joined late get the manifest again, and then everything."""
@@ -143,7 +142,8 @@ class Leading:
         self._shares = self.planning.shares(rest, placed, handles)
         programs = 1 if self.planning.ways.direct else 0
         self._installs = programs + placed.installs
-        self.lead.prepare(self._shares, self._installs)
+        self.lead.prepare(self._shares, self._installs, self.planning.planes)
+        self._opened_by = self._fleet.meetings
         self.total_bytes = sum(share.nbytes for share in self._shares.values())
         return programs
 
@@ -176,6 +176,7 @@ class Leading:
             "published: a cache was not reset",
         )
         self._open, self._published = False, True
+        self._standing = f"every worker serves {self._version!r}"
         stuck = resume(self._fleet)
         released = self.lead.release(published=True).faults
         for engine in self._fleet.engines:
@@ -191,11 +192,12 @@ class Leading:
         """
         try:
             if self._published:
-                return f"every worker serves {self._version!r}; what did not resume stays paused"
+                return f"{self._standing}; what did not resume stays paused"
             if not self._open:
-                return "no session was open: every worker serves what it had"
+                return f"nothing was said to the fleet: {self._standing}"
             with self._fleet.ending():
-                return self._end(reason)
+                self._standing = self._end(reason)
+                return self._standing
         except Exception as error:
             return f"the fleet could not be told to abort ({type(error).__name__}: {error}): ask rankcast status"
 
@@ -240,7 +242,7 @@ class Leading:
         return PushReport(
             weight_version=self._version,
             mode=self._mode,
-            transport=self._transport,
+            transport="+".join(self.planning.planes),
             seconds=clock.elapsed,
             stage_seconds=dict(clock.seconds),
             rounds=self._installs,
