@@ -31,6 +31,7 @@ class Answer:
     ended: bool = False
     raises: bool = False
     stranger: bool = False
+    wrote: bool = False
     tensors: int = 0
     nbytes: int = 0
     opened: bool | None = None
@@ -71,6 +72,7 @@ class Answer:
             repeated=self.repeated,
             ended=self.ended,
             orphaned=session.orphaned,
+            wrote=self.wrote,
             tensors=self.tensors,
             nbytes=self.nbytes,
             seconds=seconds,

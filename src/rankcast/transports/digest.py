@@ -29,7 +29,10 @@ def digest(tensor: torch.Tensor, *, rounded: bool = False) -> int:
     tensor = tensor.detach()
     if rounded and tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full((), float("nan"), dtype=tensor.dtype), tensor)
-    return xxhash.xxh3_64_intdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    dense = tensor.contiguous()
+    # Of a dimension of one element any stride counts as contiguous, and a view as bytes wants it to be 1.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
 
 
 def packed(digests: Sequence[int]) -> str:

@@ -44,8 +44,10 @@ class LayerwiseInstaller:
         return adapter.fingerprint(self._model, self._config)
 
     def required(self) -> frozenset[str]:
+        # A buffer that vLLM has changed since cannot be kept, so an update that does not bring it is not complete.
+        changed = adapter.changed_buffers(self._model)
         with adapter.on_meta(self._model):
-            return frozenset(name for name, _ in self._model.named_parameters()) - self._tied
+            return (frozenset(name for name, _ in self._model.named_parameters()) | changed) - self._tied
 
     def persistent_buffers(self) -> frozenset[str]:
         with adapter.on_meta(self._model):
