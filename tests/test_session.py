@@ -311,14 +311,6 @@ def test_forgetting_a_holder_ends_no_session(session: Session) -> None:
     assert not session.claimed
 
 
-def test_restored_weights_serve_again(session: Session) -> None:
-    to_installing(session)
-    session.broken()
-    session.restored()
-    assert session.servable
-    assert session.state is State.IDLE
-
-
 def test_only_the_last_owners_word_settles_what_a_claim_left(session: Session) -> None:
     session.claim("s", owner("alice"), LEASE, 0.0)
     session.start()

@@ -222,11 +222,6 @@ class Session:
         self._state = State.IDLE if self._whole else State.UNUSABLE
         self._drop_lease()
 
-    def restored(self) -> None:
-        """The old weights were put back whole after a failure."""
-        self._whole = True
-        self._state = State.IDLE
-
     def broken(self) -> None:
         """A write failed half-way, or completeness was not proved after one: not servable until a full session."""
         self._state = State.UNUSABLE

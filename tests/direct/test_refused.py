@@ -342,6 +342,11 @@ SPOILED: dict[str, tuple[Callable[[Columns], None], str]] = {
     "a hole and an overlap": (one_row_on, r"lm_head\.weight"),
     "into padding": (into_padding, r"writes 16 elements of lm_head\.weight that no tensor goes to"),
     "outside its parameter": (set_last("offsets", lambda _: 10**9), r"which is no box of its shape"),
+    "very far outside its parameter": (set_last("offsets", lambda _: 2**70), r"which is no box of its shape"),
+    "larger than anything": (
+        set_last("sizes", lambda sizes: [2**63 - 1] * len(sizes)),
+        r"which is no box of its shape",
+    ),
     "no box": (no_box, r"would write lm_head\.weight at element 0 .* which is no box of its shape"),
     "outside its segment": (beyond_the_segment, r"lm_head\.weight.* would lie at bytes"),
     "steps outside its segment": (steps_out_of_the_segment, r"lm_head\.weight.* would lie at bytes"),

@@ -78,12 +78,12 @@ CHANGED: dict[str, tuple[Callable[[], Trace], list[str]]] = {
         lambda: taken(rows=(4, 0)),
         [
             (
-                "what is copied of a was [3, 2] from 0 by [2, 1] to w at 0 by [2, 1] and is "
-                "[3, 2] from 0 by [2, 1] to w at 8 by [2, 1]"
+                "what is copied of a was [3, 2] from 0 by [2, 1] to w at 0 by [2, 1] and is [3, 2] from 0 by [2, 1] "
+                "to w at 8 by [2, 1]"
             ),
             (
-                "what is copied of b was [3, 2] from 0 by [2, 1] to w at 8 by [2, 1] and is "
-                "[3, 2] from 0 by [2, 1] to w at 0 by [2, 1]"
+                "what is copied of b was [3, 2] from 0 by [2, 1] to w at 8 by [2, 1] and is [3, 2] from 0 by [2, 1] "
+                "to w at 0 by [2, 1]"
             ),
             (
                 "what w is filled with was 0.0 at 6, [1, 2] by [2, 1]; 0.0 at 14, [1, 2] by [2, 1] and is 0.0 at 14, "

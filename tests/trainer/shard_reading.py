@@ -12,7 +12,7 @@ import torch
 
 from rankcast.manifest import DTYPES, Manifest
 from rankcast.trainer.sources import RankShards
-from rankcast.transports.file import open_file
+from rankcast.transports.file import OpenedFile
 from rankcast.transports.shm import open_handle
 from rankcast.wire.handles import FileHandle
 
@@ -31,7 +31,7 @@ def boxes(rows: RankShards) -> list[tuple[int, tuple[slice, ...], np.ndarray]]:
     memory = []
     for handle in rows.handles:
         if isinstance(handle, FileHandle):
-            with open_file(handle) as file:
+            with OpenedFile(handle) as file:
                 memory.append(file.tensor("uint8", (handle.size,), 0).numpy())
         else:
             with open_handle(handle) as segment:

@@ -22,7 +22,7 @@ from torch import nn
 from rankcast.errors import LimitError
 from rankcast.trainer.sources import sharing
 from rankcast.trainer.sources.sharing import share_in_place, told
-from rankcast.transports.live import find_shared
+from rankcast.transports.live import SharedMemoryMap
 from trainer.shard_reading import bits
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -30,7 +30,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 def in_shared_memory(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    return find_shared(storage.data_ptr(), storage.nbytes()) is not None
+    return SharedMemoryMap().find(storage.data_ptr(), storage.nbytes()) is not None
 
 
 def special(*shape: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_an_optimizer_goes_on_exactly_as_if_nothing_had_moved(how: dict[str, boo
 def test_another_process_sees_what_is_written_after_the_move() -> None:
     parameter = nn.Parameter(torch.zeros(300, 100))
     share_in_place([parameter])
-    found = find_shared(parameter.data_ptr(), parameter.nbytes)
+    found = SharedMemoryMap().find(parameter.data_ptr(), parameter.nbytes)
     assert found is not None
     with torch.no_grad():
         parameter.fill_(3.0)

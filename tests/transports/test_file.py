@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankcast.errors import LocationError
-from rankcast.transports.file import ExportedFile, OpenedFile, open_file
+from rankcast.transports.file import ExportedFile, OpenedFile
 from rankcast.transports.shm import open_handle
 from rankcast.wire.handles import FORMAT, FileHandle, Handle, kind_of
 
@@ -26,13 +26,13 @@ CONTENT = bytes(np.random.default_rng(5).integers(0, 256, 100_000, dtype=np.uint
 
 READER = """
 import sys, msgspec, torch
-from rankcast.transports.file import open_file
+from rankcast.transports.file import OpenedFile
 from rankcast.wire.handles import Handle
 opened = []
 for line in sys.stdin:
     try:
         if line.startswith("{"):
-            opened.append(open_file(msgspec.json.decode(line, type=Handle)))
+            opened.append(OpenedFile(msgspec.json.decode(line, type=Handle)))
             answer = "open"
         elif line.startswith("verify"):
             answer = opened[-1].verify()
@@ -75,7 +75,7 @@ def test_another_process_reads_any_part_through_the_handle(path: Path, child: Ca
 
 @given(st.integers(0, 99_000), st.integers(0, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
 def test_a_buffer_of_any_dtype_gets_the_bytes_at_any_offset(offset: int, count: int, dtype: torch.dtype) -> None:
-    with ExportedFile(_FILE) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(_FILE) as exported, OpenedFile(exported.handle) as opened:
         around = torch.full((count + 2,), 3, dtype=dtype)
         opened.read_into(offset, around[1 : 1 + count])
         size = count * dtype.itemsize
@@ -94,7 +94,7 @@ _FILE = Path()
 
 
 def test_a_tensor_is_read_in_its_shape(path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         tensor = opened.tensor("bfloat16", (3, 5), 17)
         assert tensor.view(torch.uint8).numpy().tobytes() == CONTENT[17 : 17 + 30]
         assert opened.tensor("float32", (), 3).shape == ()
@@ -105,14 +105,14 @@ def test_a_tensor_is_read_in_its_shape(path: Path) -> None:
 
 
 def test_a_dense_buffer_of_one_element_with_an_odd_stride_is_filled(path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         base = torch.zeros(3)
         opened.read_into(8, base[1::2])
         assert base.view(torch.uint8).numpy().tobytes() == bytes(4) + CONTENT[8:12] + bytes(4)
 
 
 def test_a_buffer_that_cannot_be_filled_is_refused(path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         for buffer in (torch.empty(8)[::2], torch.empty(4, device="meta")):
             with pytest.raises(ValueError):
                 opened.read_into(0, buffer)
@@ -120,7 +120,7 @@ def test_a_buffer_that_cannot_be_filled_is_refused(path: Path) -> None:
 
 def test_pieces_of_a_read_are_put_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankcast.transports.file._READ_AT_ONCE", 1000)
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         assert opened.tensor("uint8", (99_999,), 1).numpy().tobytes() == CONTENT[1:]
 
 
@@ -148,11 +148,11 @@ def rewrite(path: Path) -> None:
 def test_a_file_that_changed_is_refused_at_open_at_verify_and_at_the_owner(
     path: Path, change: Callable[[Path], None], said: str
 ) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         opened.verify()
         exported.verify()
         change(path)
-        for step in (opened.verify, exported.verify, lambda: open_file(exported.handle)):
+        for step in (opened.verify, exported.verify, lambda: OpenedFile(exported.handle)):
             with pytest.raises(LocationError) as caught:
                 step()
             assert said in str(caught.value)
@@ -160,7 +160,7 @@ def test_a_file_that_changed_is_refused_at_open_at_verify_and_at_the_owner(
 
 
 def test_a_file_that_ends_early_is_named_and_not_a_signal(path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         truncate(path)
         with pytest.raises(LocationError) as caught:
             opened.read_into(40_000, torch.empty(20_000, dtype=torch.uint8), name="layers.0.w")
@@ -169,7 +169,7 @@ def test_a_file_that_ends_early_is_named_and_not_a_signal(path: Path) -> None:
 
 
 def test_a_replaced_path_is_seen_by_the_owner_and_the_old_bytes_stay_readable(path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         (path.parent / "new").write_bytes(bytes(100_000))
         os.replace(path.parent / "new", path)
         with pytest.raises(LocationError, match="replaced"):
@@ -181,25 +181,25 @@ def test_a_replaced_path_is_seen_by_the_owner_and_the_old_bytes_stay_readable(pa
 
 
 def test_a_descriptor_that_was_given_to_another_file_is_refused(path: Path, tmp_path: Path) -> None:
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         (tmp_path / "other").write_bytes(CONTENT)
         other = os.open(tmp_path / "other", os.O_RDONLY)
         os.dup2(other, exported.handle.descriptor)
         os.close(other)
-        for step in (opened.verify, lambda: open_file(exported.handle)):
+        for step in (opened.verify, lambda: OpenedFile(exported.handle)):
             with pytest.raises(LocationError, match="replaced"):
                 step()
 
 
 def test_a_closed_descriptor_and_a_dead_owner_are_refused(path: Path, child: Callable) -> None:
     exported = ExportedFile(path)
-    with open_file(exported.handle) as opened:
+    with OpenedFile(exported.handle) as opened:
         exported.close()
         exported.close()
         with pytest.raises(LocationError, match="gone"):
             opened.verify()
         with pytest.raises(LocationError, match="gone"):
-            open_file(exported.handle)
+            OpenedFile(exported.handle)
         with pytest.raises(LocationError, match="closed"):
             exported.verify()
         assert opened.tensor("uint8", (5,), 0).numpy().tobytes() == CONTENT[:5]
@@ -213,12 +213,12 @@ def test_a_closed_descriptor_and_a_dead_owner_are_refused(path: Path, child: Cal
         """
     )
     handle = msgspec.json.decode(owner.hear(), type=Handle)
-    with open_file(handle) as opened:
+    with OpenedFile(handle) as opened:
         owner.kill()
         with pytest.raises(LocationError, match=f"pid {owner.pid}"):
             opened.verify()
     with pytest.raises(LocationError, match=f"pid {owner.pid}"):
-        open_file(handle)
+        OpenedFile(handle)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +235,16 @@ def test_a_closed_descriptor_and_a_dead_owner_are_refused(path: Path, child: Cal
 def test_a_handle_that_says_otherwise_is_refused(path: Path, change: dict[str, int], said: str) -> None:
     with ExportedFile(path) as exported:
         with pytest.raises(LocationError, match=said):
-            open_file(msgspec.structs.replace(exported.handle, **change))
+            OpenedFile(msgspec.structs.replace(exported.handle, **change))
         owner = msgspec.structs.replace(exported.handle.owner, host="elsewhere")
         with pytest.raises(LocationError, match="elsewhere"):
-            open_file(msgspec.structs.replace(exported.handle, owner=owner))
+            OpenedFile(msgspec.structs.replace(exported.handle, owner=owner))
         owner = msgspec.structs.replace(exported.handle.owner, namespace="pid:[1]")
         with pytest.raises(LocationError, match="namespace"):
-            open_file(msgspec.structs.replace(exported.handle, owner=owner))
+            OpenedFile(msgspec.structs.replace(exported.handle, owner=owner))
         owner = msgspec.structs.replace(exported.handle.owner, start_time=1)
         with pytest.raises(LocationError, match="restarted"):
-            open_file(msgspec.structs.replace(exported.handle, owner=owner))
+            OpenedFile(msgspec.structs.replace(exported.handle, owner=owner))
 
 
 def test_only_regular_files_are_exported_and_opened(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_only_regular_files_are_exported_and_opened(tmp_path: Path) -> None:
                 FORMAT, exported.handle.owner, reading, 0, status.st_dev, status.st_ino, status.st_mtime_ns
             )
             with pytest.raises(LocationError, match="not a regular file"):
-                open_file(handle)
+                OpenedFile(handle)
     finally:
         os.close(reading)
         os.close(writing)
@@ -275,7 +275,7 @@ def test_a_file_is_never_mapped_as_shared_memory(path: Path) -> None:
 
 def test_the_descriptor_is_read_only_and_nothing_is_left_open(path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with ExportedFile(path) as exported, open_file(exported.handle) as opened:
+    with ExportedFile(path) as exported, OpenedFile(exported.handle) as opened:
         with pytest.raises(OSError):
             os.write(exported.handle.descriptor, b"x")
         opened.close()

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from rankcast.transports.live import SharedMemoryMap, find_shared, handle_for
+from rankcast.transports.live import SharedMemoryMap, handle_for
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
 
 
 def find(tensor: torch.Tensor) -> object:
-    return find_shared(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    return SharedMemoryMap().find(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +60,18 @@ def test_many_tensors_are_found_with_one_map_each_in_its_own_file() -> None:
 
 def test_private_memory_is_not_found() -> None:
     assert find(torch.ones(1000)) is None
-    assert find_shared(1, 1) is None
-    assert find_shared(2**64 - 1, 1) is None
+    assert SharedMemoryMap().find(1, 1) is None
+    assert SharedMemoryMap().find(2**64 - 1, 1) is None
 
 
 def test_bytes_that_go_on_beyond_the_shared_ones_are_not_found() -> None:
     with create_segment(mmap.PAGESIZE) as made:
         address = made.memory.data_ptr()
-        assert find_shared(address, mmap.PAGESIZE) is not None
-        assert find_shared(address + 1, mmap.PAGESIZE) is None
-        assert find_shared(address, 0) is None
+        assert SharedMemoryMap().find(address, mmap.PAGESIZE) is not None
+        assert SharedMemoryMap().find(address + 1, mmap.PAGESIZE) is None
+        assert SharedMemoryMap().find(address, 0) is None
     with create_segment(10) as made:  # less than the page that it lies in
-        assert find_shared(made.memory.data_ptr(), 11) is None
+        assert SharedMemoryMap().find(made.memory.data_ptr(), 11) is None
 
 
 def test_a_mapping_whose_protection_was_changed_in_part_is_still_one() -> None:

@@ -7,6 +7,8 @@ import gc
 import os
 import secrets
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -432,3 +434,16 @@ def test_many_segments_under_a_low_soft_limit_raise_it_and_under_a_low_hard_limi
 def test_a_limit_error_says_what_the_machine_has() -> None:
     with pytest.raises(LimitError, match=r"1,152,921,504,606,846,976 bytes does not fit.*bucket_bytes"):
         create_segment(2**60)
+
+
+@pytest.mark.parametrize("kind", ["shm", "shm_name"])
+def test_a_segment_that_is_left_open_when_its_process_exits_says_nothing_and_leaves_nothing(kind: str) -> None:
+    # A global of a module that the interpreter takes apart later than rankcast's own.
+    code = (
+        "import os, rankcast.transports.shm as shm\n"
+        f"os.kept = shm.create_segment(1, kind={kind!r})\n"
+        "print(getattr(os.kept.handle, 'name', ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not done.stdout.strip() or not Path("/dev/shm", done.stdout.strip()).exists()

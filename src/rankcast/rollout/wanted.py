@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from rankcast.errors import ManifestError, UnsupportedError
-from rankcast.geometry import Box, box_of_view, contiguous_strides, uncovered
+from rankcast.geometry import contiguous_strides
 from rankcast.plan.views import destinations_of
 from rankcast.rollout.program import boxes_of
+from rankcast.trace.cells import View, grid_of
 from rankcast.trace.record import Trace
 from rankcast.wire.bodies import Program
 from rankcast.wire.reports import Wanted
@@ -98,35 +99,48 @@ def check_filled(trace: Trace, program: Program, by_loader: Collection[int]) -> 
     left as they are, written twice, or written although no tensor goes there.
     """
     shapes = dict(zip(trace.destinations.names, trace.destinations.shapes, strict=True))
-    written = boxes_of(program, shapes)
-    wanted: dict[str, list[Box]] = {}
-    skip = frozenset(by_loader)
-    copies = trace.copies
-    for sources, at, offset, sizes, strides in zip(
-        copies.sources, copies.destinations, copies.offsets, copies.sizes, copies.strides, strict=True
-    ):
-        if skip.issuperset(sources):
-            continue
-        name = trace.destinations.names[at]
-        box = box_of_view(shapes[name], offset, sizes, strides)
-        if box is None:
-            raise UnsupportedError(f"{name} is written in a form that no route has", tensor=name)
-        wanted.setdefault(name, []).append(box)
     layouts = dict(zip(trace.destinations.names, trace.layouts, strict=True))
+    wanted, written = _wanted_views(trace, frozenset(by_loader)), _written_views(program)
     for name in sorted(wanted.keys() | written.keys()):
         if name in written and not _row_major(shapes[name], layouts[name]):
             raise ManifestError(f"the program writes {name}, which is not row-major in memory", tensor=name)
         ours, theirs = wanted.get(name, []), written.get(name, [])
-        # Two sets of boxes are the same set of elements when neither alone leaves out more than both together do.
-        left_by_loader, _, _ = uncovered(shapes[name], ours)
-        left, _, twice = uncovered(shapes[name], theirs)
-        left_by_both, _, _ = uncovered(shapes[name], [*ours, *theirs])
-        if twice is not None:
-            raise ManifestError(f"the program writes {name} twice at {twice}", tensor=name)
-        if left_by_both != left_by_loader:
-            extra = left_by_loader - left_by_both
+        cells = grid_of(shapes[name], [*ours, *theirs])
+        if cells is None:
+            boxes_of(program, shapes)  # names the route, if it is one
+            raise UnsupportedError(f"{name} is written in a form that no route has", tensor=name)
+        by_us, counts = cells.array(np.bool_, False), cells.array(np.int32, 0)
+        for i in range(len(ours)):
+            cells.region(by_us, i)[...] = True
+        for i in range(len(ours), len(ours) + len(theirs)):
+            cells.region(counts, i)[...] += 1
+        if (counts > 1).any():
+            raise ManifestError(f"the program writes {name} twice at {cells.first_box(counts > 1)}", tensor=name)
+        extra = cells.elements((counts > 0) & ~by_us)
+        if extra:
             raise ManifestError(f"the program writes {extra:,} elements of {name} that no tensor goes to", tensor=name)
-        if left != left_by_both:
-            raise ManifestError(
-                f"the program leaves {left - left_by_both:,} elements of {name} as they are", tensor=name
-            )
+        left = cells.elements(by_us & (counts == 0))
+        if left:
+            raise ManifestError(f"the program leaves {left:,} elements of {name} as they are", tensor=name)
+
+
+def _wanted_views(trace: Trace, by_loader: frozenset[int]) -> dict[str, list[View]]:
+    """What the loader writes of each parameter, but for the tensors that come through it."""
+    views: dict[str, list[View]] = {}
+    copies, names = trace.copies, trace.destinations.names
+    for sources, at, offset, sizes, strides in zip(
+        copies.sources, copies.destinations, copies.offsets, copies.sizes, copies.strides, strict=True
+    ):
+        if 0 not in sizes and not by_loader.issuperset(sources):
+            views.setdefault(names[at], []).append(View(offset, sizes, strides))
+    return views
+
+
+def _written_views(program: Program) -> dict[str, list[View]]:
+    views: dict[str, list[View]] = {}
+    for at, offset, sizes, strides in zip(
+        program.destinations, program.offsets, program.sizes, program.strides, strict=True
+    ):
+        if 0 not in sizes:
+            views.setdefault(program.parameters[at], []).append(View(offset, sizes, strides))
+    return views

@@ -53,8 +53,18 @@ def cells_of(name: str, stored: Sequence[int], views: Sequence[View]) -> Cells:
 
     Raises ``UnsupportedError`` when the writes are too finely scattered.
     """
-    boxes = _boxes(stored, views) if stored else None
-    return _Grid(stored, *boxes) if boxes is not None else _Runs(name, stored, views)
+    return grid_of(stored, views) or _Runs(name, stored, views)
+
+
+def grid_of(stored: Sequence[int], views: Sequence[View]) -> Cells | None:
+    """``cells_of`` where every write is a box, and ``None`` where one is not."""
+    if not stored and any(0 in view.sizes for view in views):
+        return None  # a tensor of no dimensions has no empty box
+    try:
+        boxes = _boxes(stored, views)
+    except OverflowError:  # a number that no parameter has
+        return None
+    return _Grid(stored, *boxes) if boxes is not None else None
 
 
 class _Grid:
@@ -65,9 +75,9 @@ class _Grid:
         edges = [
             [np.searchsorted(cut, side[:, d]).tolist() for side in (starts, ends)] for d, cut in enumerate(self._cuts)
         ]
-        # With an ellipsis also a parameter of no dimensions gives a view, and not a number.
-        self._regions: list[Any] = [(..., *(slice(low[i], high[i]) for low, high in edges)) for i in range(len(starts))]
-        self._shape = [len(cut) - 1 for cut in self._cuts]
+        self._regions: list[Any] = [tuple(slice(low[i], high[i]) for low, high in edges) for i in range(len(starts))]
+        # A parameter of no dimensions has one cell as well: numpy would make numbers, not arrays, of none.
+        self._shape = [len(cut) - 1 for cut in self._cuts] or [1]
 
     def array(self, dtype: npt.DTypeLike, value: float) -> Array:
         return np.full(self._shape, value, dtype=dtype)
@@ -80,10 +90,10 @@ class _Grid:
         volumes: Ints = np.ones((), dtype=np.int64)
         for cut in self._cuts:
             volumes = np.multiply.outer(volumes, np.diff(cut))
-        return int(volumes[mask].sum())
+        return int(volumes.reshape(self._shape)[mask].sum())
 
     def first_box(self, mask: Mask) -> Box:
-        cell = np.argwhere(mask)[0].tolist()
+        cell = np.argwhere(mask)[0].tolist()[: len(self._cuts)]
         starts = [int(cut[i]) for cut, i in zip(self._cuts, cell, strict=True)]
         ends = [int(cut[i + 1]) for cut, i in zip(self._cuts, cell, strict=True)]
         return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
@@ -170,7 +180,7 @@ def _boxes(stored: Sequence[int], views: Sequence[View]) -> tuple[Ints, Ints] | 
         rest = np.array([views[i].offset for i in members], dtype=np.int64)
         first = np.zeros((len(members), len(stored)), dtype=np.int64)
         for d, (size, step) in enumerate(zip(stored, contiguous_strides(stored), strict=True)):
-            first[:, d] = np.minimum(rest // step, size - 1)
+            first[:, d] = np.minimum(rest // step, max(size - 1, 0))
             rest -= first[:, d] * step
         taken = _taken(stored, sizes, strides)
         if taken is None or (rest != 0).any() or (first + taken > stored).any():
@@ -193,7 +203,7 @@ def _taken(stored: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) 
         if size == 1:
             continue
         axis = axes.pop(stride, None)
-        if axis is None:
+        if axis is None or size > stored[axis]:
             return None
         taken[axis] = size
     return taken

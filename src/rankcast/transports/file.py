@@ -91,8 +91,14 @@ class OpenedFile:
     """Another process's file, opened to be read; ``size`` is in bytes, ``label`` says in messages which file it is."""
 
     def __init__(self, handle: FileHandle) -> None:
-        self._handle = handle
+        """Open another process's file (or this one's own) to be read.
+
+        Raises ``LocationError`` naming the file and what differs when its owner is gone, restarted or not visible,
+        access is denied, or it is not the file that was exported; ``LimitError`` when descriptors run out.
+        """
         self._descriptor = -1
+        check_format(handle)
+        self._handle = handle
         self._source = f"/proc/{handle.owner.pid}/fd/{handle.descriptor}"
         self.size = handle.size
         check_host(handle.owner, "a descriptor can be read on one host only")
@@ -194,16 +200,6 @@ class OpenedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def open_file(handle: FileHandle) -> OpenedFile:
-    """Open another process's file (or this one's own) to be read.
-
-    Raises ``LocationError`` naming the file and what differs when its owner is gone, restarted or not visible, access
-    is denied, or it is not the file that was exported; ``LimitError`` when descriptors run out.
-    """
-    check_format(handle)
-    return OpenedFile(handle)
 
 
 def _with_room(open_it: Callable[[], None], label: str) -> None:

@@ -81,11 +81,6 @@ class SharedMemoryMap:
         return found
 
 
-def find_shared(address: int, nbytes: int) -> SharedBytes | None:
-    """``SharedMemoryMap().find(...)`` for a single tensor."""
-    return SharedMemoryMap().find(address, nbytes)
-
-
 def handle_for(found: SharedBytes) -> ShmHandle:
     """The handle with which another process opens the file that ``found`` lies in.
 

@@ -17,6 +17,7 @@ import mmap
 import os
 import re
 import secrets
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +97,11 @@ class _MappedSegment(Segment):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Kept as a default, because this module's own names may be gone when the interpreter exits. The kernel closes
+        # the descriptor then, and the finalizer of a named segment has run.
+        if not finalizing():
+            self.close()
 
 
 class _ShmSegment(_MappedSegment):

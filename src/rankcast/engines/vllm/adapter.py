@@ -109,9 +109,12 @@ def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
     parallel, worker = config.parallel_config, identity(config)
     maps = []
     for layer in model.modules():
-        slots = layer.__dict__.get("_expert_map", layer._buffers.get("_expert_map"))
-        if isinstance(slots, torch.Tensor) and not slots.is_meta:
-            maps.append(slots.tolist())
+        # A buffer of the layer, and what its loader asks.
+        manager = layer.__dict__.get("expert_map_manager")
+        for holder in (layer._buffers, layer.__dict__, {"_expert_map": getattr(manager, "_expert_map", None)}):
+            slots = holder.get("_expert_map")
+            if isinstance(slots, torch.Tensor) and not slots.is_meta:
+                maps.append(slots.tolist())
     return Fingerprint(
         model=class_name(model),
         engine=f"vllm {vllm.__version__}",
