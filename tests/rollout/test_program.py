@@ -11,7 +11,7 @@ from rankcast import InstallError, ManifestError
 from rankcast.manifest import Manifest, TensorMeta
 from rankcast.rollout.installer import LoaderInstaller
 from rankcast.rollout.padding import padding_of
-from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.program import BoundProgram, CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.rollout.writing import Writing
 from rankcast.session import Session
@@ -72,4 +72,32 @@ def test_a_copy_program_that_fails_is_not_called_a_loader() -> None:
         model.second = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
         with pytest.raises(InstallError, match="the copy program of worker 0 failed"):
             Writing(LoaderInstaller(model), session, "worker 0").program(program)
+        program.drop()
+
+
+def test_each_set_of_targets_is_bound_once_and_again_only_when_one_of_them_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: list[tuple[str, ...]] = []
+    bind = CopyProgram.bind
+
+    def watched(self: CopyProgram, targets: dict[str, torch.Tensor]) -> BoundProgram:
+        bound.append(tuple(targets))
+        return bind(self, targets)
+
+    monkeypatch.setattr(CopyProgram, "bind", watched)
+    model = Padded()
+    with create_segment(12) as segment, open_handle(segment.handle) as opened:
+        program = program_for(model, opened)
+        for value in (1.0, 2.0, 3.0):
+            segment.memory.view(torch.float32).fill_(value)
+            program.run({"first": model.first})
+            program.run({"second": model.second})
+            assert model.first.tolist() == model.second.tolist() == [value, value, value, 0.0]
+        assert bound == [("first",), ("second",)]
+        model.second = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        program.run({"first": model.first})
+        program.run({"second": model.second})
+        assert model.second.tolist() == [3.0, 3.0, 3.0, 0.0]
+        assert bound == [("first",), ("second",), ("second",)]
         program.drop()

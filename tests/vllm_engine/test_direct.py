@@ -13,6 +13,7 @@ import torch
 
 import rankcast
 from direct.origins import Named
+from rankcast.rollout.program import CopyProgram
 from vllm_engine.conftest import Bench, Checkpoints, Reference
 from vllm_engine.inprocess import digests, probe, started_llm
 from vllm_engine.models import weights_of
@@ -45,8 +46,11 @@ def read_norms(worker: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("family", ["moe", "padded", "tied", "latent"])
 def test_a_module_is_pushed_step_by_step_out_of_its_own_memory(
-    family: str, checkpoints: Checkpoints, fresh: Fresh
+    family: str, checkpoints: Checkpoints, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bound: list[set[str]] = []
+    bind = CopyProgram.bind
+    monkeypatch.setattr(CopyProgram, "bind", lambda self, targets: bound.append(set(targets)) or bind(self, targets))
     at_a, at_b = fresh(family, "a", TP1), fresh(family, "b", TP1)
     policy = Policy(family)
     with started_llm(checkpoints(family, "a"), TP1) as llm:
@@ -63,8 +67,9 @@ def test_a_module_is_pushed_step_by_step_out_of_its_own_memory(
                 # Small storages are packed, and nothing is staged beside them.
                 small = sum(t.nbytes for t in policy.parameters() if t.untyped_storage().nbytes() < 64 * 1024)
                 assert report.staged_bytes == small
-        # What derives nothing is written where it lives.
+        # What derives nothing is written where it lives, by views that are made once.
         assert llm.collective_rpc(read_norms) == norms
+        assert [bound.count({name}) for name in norms[0]] == [1] * len(norms[0])
 
 
 @pytest.mark.parametrize("mode", ["direct", "auto"])

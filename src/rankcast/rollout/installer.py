@@ -82,6 +82,17 @@ def persistent_buffers(model: torch.nn.Module) -> frozenset[str]:
     )
 
 
+def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
+    """All parameters and buffers below ``module``, under every name: torch's own walk takes longer than some pushes."""
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                found[prefix + name] = tensor
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect(child, f"{prefix}{name}.", found)
+
+
 class LoaderInstaller:
     """Installs in place through ``load_weights(iterator of (name, tensor))``, for models that keep what they load.
 
@@ -136,7 +147,8 @@ class LoaderInstaller:
             self._load_weights(iter(weights))
 
     def copy(self, program: CopyProgram) -> None:
-        live = self._destinations()
+        live: dict[str, torch.Tensor] = {}
+        _collect(self._model, "", live)
         program.run({name: tensor for name, tensor in live.items() if program.writes(name) or program.fills(name)})
 
     def finish(self) -> None:

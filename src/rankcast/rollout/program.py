@@ -89,7 +89,8 @@ class CopyProgram:
         self._padding: dict[str, list[Padding]] = {}
         for one in padding:
             self._padding.setdefault(one.name, []).append(one)
-        self._bound: tuple[tuple[object, ...], BoundProgram] | None = None
+        #: What was bound for a set of targets, by the first one's name, and where they were then.
+        self._bound: dict[str, tuple[tuple[object, ...], BoundProgram]] = {}
         self._digests: list[int] | None = None
         self.routes = len(program.destinations)
         self.nbytes = sum(
@@ -117,13 +118,16 @@ class CopyProgram:
     def run(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy into ``targets``, which are bound once and again only when one of them lies elsewhere than before.
 
-        Raises as ``bind`` and ``BoundProgram.run`` do.
+        Targets that lie in memory of their own only while they are filled are for ``bind``. Raises as ``bind`` and
+        ``BoundProgram.run`` do.
         """
         # A parameter whose storage was replaced since must not leave the program writing to memory that nobody reads.
         where = tuple((name, tensor.data_ptr(), tensor.stride()) for name, tensor in targets.items())
-        if self._bound is None or self._bound[0] != where:
-            self._bound = (where, self.bind(targets))
-        self._bound[1].run()
+        first = next(iter(targets), "")
+        known = self._bound.get(first)
+        if known is None or known[0] != where:
+            known = self._bound[first] = (where, self.bind(targets))
+        known[1].run()
 
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
         """The pairs of views for the parameters in ``targets``; other routes are left out. Writes their padding.
@@ -160,17 +164,20 @@ class CopyProgram:
     def pairs(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | FileRead]]:
         """For each route into one of ``targets`` the view that it fills, and what it is filled from."""
         program = self._program
-        return [
-            (_view(target, program.offsets[i], program.sizes[i], program.strides[i]), self._sources[i])
-            for name, target in targets.items()
-            for i in self._by_parameter.get(name, ())
-        ]
+        pairs: list[tuple[torch.Tensor, torch.Tensor | FileRead]] = []
+        for name, target in targets.items():
+            whole, start = target.detach(), int(target.storage_offset())
+            pairs += [
+                (whole.as_strided(program.sizes[i], program.strides[i], start + program.offsets[i]), self._sources[i])
+                for i in self._by_parameter.get(name, ())
+            ]
+        return pairs
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
         self._sources = []
         self._by_parameter = {}
-        self._bound = None
+        self._bound = {}
 
 
 def _view(target: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

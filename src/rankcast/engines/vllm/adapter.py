@@ -233,12 +233,13 @@ def copy_by_module(model: torch.nn.Module, program: CopyProgram) -> None:
             in_place = type(layer).__name__ in IN_PLACE and getattr(layer, "quant_method", None) is None
             if in_place:
                 layerwise._place_kernel_tensors(layer, info)
-            else:
-                layerwise.materialize_layer(layer, info)
-            program.bind({full: getattr(layer, name) for name, full in own.items()}).run()
-            if in_place:
+                program.run({full: getattr(layer, name) for name, full in own.items()})
                 info.reset()
             else:
+                # Views of this memory cannot be kept: vLLM's kernels may go on holding some of it, so that it must not
+                # be the next module's as well, and to keep it for each would be a second copy of the model.
+                layerwise.materialize_layer(layer, info)
+                program.bind({full: getattr(layer, name) for name, full in own.items()}).run()
                 info.loaded_weights.clear()
                 layerwise._layerwise_process(layer, info)
 
