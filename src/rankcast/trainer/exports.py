@@ -218,6 +218,8 @@ class Exports:
         self._sent = ""
 
     def _lay_out(self, lying: list[frozenset[int]]) -> None:
+        held = self._held[self._group.rank]
+        self._source.check_whole([self.rest.names[index] for index in held])
         anywhere = frozenset().union(*lying)
         staged = [index not in anywhere for index in range(len(self.rest))]
         self._rounds = cut_rounds(
@@ -232,7 +234,7 @@ class Exports:
             self.rest,
             self._rounds,
             rank=self._group.rank,
-            held=self._held[self._group.rank],
+            held=held,
             owners=self._owners,
             staged=staged,
             bucket_bytes=self._bucket_bytes,
@@ -259,9 +261,7 @@ class Exports:
             handles += state.handles
             for index, segment, offset in zip(state.live, state.segments, state.offsets, strict=True):
                 live[index] = (base + segment, offset)
-        if not handles and len(self.rest):
-            raise ManifestError("every tensor is empty: there is nothing to push")
-        # A tensor of no bytes needs no memory, but its column needs a segment: any will do.
+        # A tensor of no bytes needs no memory, but its column needs a segment: any will do, and staging sees to one.
         segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers, bucket_bytes=self._bucket_bytes)
         clamped = tuple(min(segment, len(handles) - 1) for segment in segments)
         return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(handles)
