@@ -22,6 +22,7 @@ from rankcast.transports.shm import create_segment
 from rankcast.wire.bodies import Abort, Claim, Init, Install, Owner, Prepare, Release, Schedule
 from rankcast.wire.codec import Codec
 from rankcast.wire.payload import own_payload
+from rankcast.wire.plan_digest import plan_digest
 from rankcast.wire.reports import Report
 
 
@@ -137,11 +138,15 @@ class ByHand:
             mode="ranklocal",
             transport="shm",
             installs=self.installs,
-            plan_hash=secrets.token_hex(16),
+            plan_hash="",
             schedule=self.schedule(),
             handles=(self.segment.handle,),
         )
-        return msgspec.structs.replace(body, **changes)
+        body = msgspec.structs.replace(body, **changes)
+        if not body.plan_hash and body.schedule is not None and body.handles is not None:
+            digest = plan_digest(body.schedule, body.program, body.handles)
+            body = msgspec.structs.replace(body, plan_hash=digest)
+        return body
 
     def install_body(self, receiver: Receiver, sequence: int, **changes: Any) -> Install:
         body = Install(

@@ -346,3 +346,16 @@ def test_an_init_does_not_end_a_session_that_is_alive(who: str, session: Session
     with pytest.raises(StateError if who == "alice" else LeaseError):
         session.check_init(owner(who), 9.0)
     session.check_init(owner(who), 10.0)
+
+
+def test_weights_that_are_disowned_are_not_served_until_a_session_completes():
+    session = Session()
+    session.abandon(disown=True)
+    assert (session.state, session.servable) == (State.UNUSABLE, False)
+    session.start()
+    session.abandon()
+    assert not session.servable
+    session.start()
+    session.writing()
+    session.finished()
+    assert (session.state, session.servable) == (State.IDLE, True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankcast.errors import (
     AuthenticationError,
+    DigestError,
     EngineError,
     InstallError,
     LeaseError,
@@ -66,6 +67,7 @@ __all__ = [
     "AuthenticationError",
     "Declared",
     "DeclaredSource",
+    "DigestError",
     "EngineError",
     "InstallError",
     "IterableSource",

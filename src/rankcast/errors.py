@@ -95,6 +95,13 @@ class InstallError(RankcastError):
     status = 422
 
 
+class DigestError(RankcastError):
+    """A worker took other bytes than the trainer had when the push began: something wrote them on the way."""
+
+    code = "digest"
+    status = 422
+
+
 class EngineError(RankcastError):
     """An engine did not answer, answered with an error, or lost a worker."""
 

@@ -213,8 +213,12 @@ class Session:
         self._whole = True
         self._state = State.IDLE
 
-    def abandon(self) -> None:
-        """End the session: idle with the old weights when nothing was written since they were whole, else unusable."""
+    def abandon(self, *, disown: bool = False) -> None:
+        """End the session: idle with the old weights when nothing was written since they were whole, else unusable.
+
+        ``disown`` says that these weights, whole as they are, must not be served: they are not those of the others.
+        """
+        self._whole = self._whole and not disown
         self._state = State.IDLE if self._whole else State.UNUSABLE
         self._drop_lease()
 

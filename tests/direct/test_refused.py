@@ -19,11 +19,13 @@ from checkpoints import as_torch, tiny_config, write_checkpoint
 from direct.origins import Named, laid_out, put
 from fleets_inprocess import Fleet, Stream, WatchedClient, closed, opened
 from oracle import unique_weights
-from rankcast import IterableSource, PushError, UnsupportedError
+from rankcast import IterableSource, ModuleSource, PushError, UnsupportedError
 from rankcast.engines.reference.decoder import ReferenceModel
 from rankcast.engines.reference.layout import Layout
+from rankcast.rollout.connection import Connection
 from rankcast.rollout.installer import LoaderInstaller
-from rankcast.trainer.sources import Declared, DeclaredSource
+from rankcast.trainer.sources import Declared, DeclaredSource, sharing
+from rankcast.wire.handles import ShmNameHandle
 
 CONFIG = tiny_config(num_hidden_layers=1, hidden_size=16, num_experts=4)
 LAYOUT = Layout(tp=2, dp=2, expert_parallel=True)
@@ -119,6 +121,88 @@ def test_a_cast_through_the_loader_is_refused_also_where_other_tensors_go_direct
         assert "ModuleSource(model, dtype=torch.bfloat16)" in str(refusal.value)
 
 
+@pytest.mark.parametrize("mode", ["direct", "auto", "ranklocal"])
+@pytest.mark.parametrize(
+    ("held", "declared", "kept"),
+    [
+        (torch.float32, torch.bfloat16, torch.float16),  # would be rounded twice
+        (torch.float32, torch.bfloat16, torch.float32),  # would arrive unrounded
+        (torch.float32, None, torch.float16),  # may overflow
+        (torch.float32, None, torch.int64),  # loses fractions
+        (torch.complex64, None, torch.float32),  # loses a half
+    ],
+)
+def test_a_cast_that_is_no_declared_or_harmless_rounding_is_refused_naming_both_dtypes(
+    held: torch.dtype, declared: torch.dtype | None, kept: torch.dtype, mode: str
+) -> None:
+    source = ModuleSource(Named({"weight": torch.ones(300, 200, dtype=held)}), dtype=declared)
+    served = Named({"weight": torch.zeros(300, 200, dtype=kept)})
+    sent = str(declared or held).removeprefix("torch.")
+    named = str(kept).removeprefix("torch.")
+    with pytest.raises(PushError, match=rf"weight is {sent} at the trainer but {named} in the worker"):
+        rankcast.connect(rankcast.Receiver(served), source, mode=mode, timeout=20)
+    assert not served.get_parameter("weight").any()
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_cast_that_is_declared_or_harmless_goes_direct(kept: torch.dtype) -> None:
+    held = torch.randn(300, 200)
+    source = ModuleSource(Named({"weight": held.clone()}), dtype=torch.float16 if kept == torch.float16 else None)
+    served = Named({"weight": torch.zeros(300, 200, dtype=kept)})
+    with rankcast.connect(rankcast.Receiver(served), source, mode="direct", timeout=20) as sync:
+        report = sync.push("1")
+    assert torch.equal(served.get_parameter("weight"), held.to(kept))
+    assert (report.cast_tensors, report.cast_nbytes) == (1, held.nbytes)
+
+
+@pytest.mark.parametrize("mode", ["direct", "auto", "ranklocal", "broadcast"])
+def test_a_module_is_not_said_to_go_by_files(mode: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"transport='file'.*mode='auto'|weight.*it lies in memory"):
+        rankcast.connect(
+            rankcast.Receiver(torch.nn.Linear(300, 200)), torch.nn.Linear(300, 200), mode=mode, transport="file"
+        )
+
+
+@pytest.mark.parametrize(("transport", "went"), [("auto", "file"), ("file", "file"), ("shm", "shm")])
+def test_a_checkpoint_goes_by_its_files_unless_memory_is_asked_for(tmp_path: Path, transport: str, went: str) -> None:
+    write_checkpoint(tmp_path, CONFIG, FIRST)
+    with Fleet(CONFIG, LAYOUT) as fleet:
+        with rankcast.connect(fleet.receivers, tmp_path, transport=transport, timeout=60) as sync:
+            report = sync.push("1")
+        assert fleet.differences(FIRST) == []
+    assert report.transport == went
+    assert report.direct_tensors == (report.tensors if went == "file" else 0)
+    assert all("it lies in a file" in reason for reason in report.through_loader)
+
+
+def test_without_room_in_shared_memory_direct_is_refused_and_auto_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "named_room", lambda: 64 * 1024)
+    trained, served = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+    with pytest.raises(rankcast.LimitError, match="--shm-size"):
+        rankcast.connect(rankcast.Receiver(served), trained, mode="direct", timeout=20)
+    with rankcast.connect(rankcast.Receiver(served), trained, timeout=20) as sync:
+        report = sync.push("1")
+    assert torch.equal(served.weight, trained.weight)
+    ((reason, count),) = report.through_loader.items()
+    assert count == report.tensors == 2
+    assert "trainer rank 0" in reason
+    assert "--shm-size" in reason
+
+
+def test_a_cast_is_refused_at_connect_also_where_workers_cannot_read_the_trainers_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = Connection.try_probe
+
+    def only_by_name(probe: Any) -> tuple[bool, str]:
+        return tried(probe) if isinstance(probe, ShmNameHandle) else (False, "as in another pid namespace")
+
+    monkeypatch.setattr(Connection, "try_probe", staticmethod(only_by_name))
+    served = torch.nn.Linear(300, 200, dtype=torch.bfloat16)
+    with pytest.raises(PushError, match="weight is float32 at the trainer but bfloat16 in the worker"):
+        rankcast.connect(rankcast.Receiver(served), torch.nn.Linear(300, 200), timeout=20)
+
+
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +226,11 @@ class Pushed:
         self.fleet.close()
 
     def refused(self, spoil: Callable[[Columns], None]) -> str:
-        """Push the second weights with one program spoiled, which must be refused with nothing written on any worker.
+        """As ``refused_whole``, for what is wrong with the program itself."""
+        return self.refused_whole(lambda body: spoil(body["program"]))
+
+    def refused_whole(self, spoil: Callable[[dict[str, Any]], None]) -> str:
+        """Push the second weights with one prepare spoiled, which must be refused with nothing written on any worker.
 
         Then push the third, which must succeed.
         """
@@ -151,7 +239,7 @@ class Pushed:
             if call != "prepare":
                 return payload
             body = opened(payload["entries"][VICTIM])
-            spoil(body["program"])
+            spoil(body)
             return {**payload, "entries": {**payload["entries"], VICTIM: closed(body)}}
 
         # A storage that moves makes the trainer send programs again.
@@ -282,6 +370,42 @@ SPOILED: dict[str, tuple[Callable[[Columns], None], str]] = {
 def test_a_program_that_does_not_fit_is_refused_and_nothing_is_written(pushed: Pushed, fault: str) -> None:
     spoil, words = SPOILED[fault]
     said = pushed.refused(spoil)
+    assert re.search(words, said), said
+    assert "worker 3 of 4" in said
+
+
+def no_install(body: dict[str, Any]) -> None:
+    body["installs"] = 0
+
+
+def no_handles(body: dict[str, Any]) -> None:
+    body["handles"] = None
+
+
+def another_source(body: dict[str, Any]) -> None:
+    """Two sources exchanged: still in bounds, and every element is written once."""
+    columns = body["program"]
+    of_size: dict[str, list[int]] = {}
+    for i, sizes in enumerate(columns["sizes"]):
+        of_size.setdefault(str(sizes), []).append(i)
+    first, second = next(routes for routes in of_size.values() if len(routes) > 1)[:2]
+    for name in ("addresses", "segments"):
+        columns[name][first], columns[name][second] = columns[name][second], columns[name][first]
+
+
+WHOLE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a program that no install runs": (no_install, r"announces 0 installs, which leaves none for its copy program"),
+    "a program without handles": (no_handles, r"a program and no handles"),
+    "another program than its hash names": (another_source, r"calls its .* plan \w{8}, and they are plan \w{8}"),
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_prepare_whose_parts_do_not_belong_together_is_refused_and_nothing_is_written(
+    pushed: Pushed, fault: str
+) -> None:
+    spoil, words = WHOLE[fault]
+    said = pushed.refused_whole(spoil)
     assert re.search(words, said), said
     assert "worker 3 of 4" in said
 

@@ -21,6 +21,7 @@ from direct.ranks import ranks
 from fleets_inprocess import Fleet, WatchedClient, opened
 from oracle import unique_weights
 from rankcast import PushError
+from rankcast.control.inprocess import InProcessClient
 from rankcast.engines.reference.layout import Layout
 from rankcast.trainer.sources import ModuleSource
 
@@ -167,6 +168,59 @@ def test_a_write_during_a_push_is_caught_and_the_next_push_repairs(call: str, na
         assert report.worker_calls == first.worker_calls
 
 
+def test_a_write_while_the_other_ranks_are_waited_for_is_caught_although_small_tensors_were_packed_before() -> None:
+    with Pushing() as pushing:
+        pushing.push()
+        group = pushing.sync._group
+        exchange = group.exchange
+
+        def exchange_then_write(data: bytes, what: str) -> list[bytes]:
+            said = exchange(data, what)
+            if what == "where shards lie":
+                with torch.no_grad():
+                    for name in (LARGE, SMALL):
+                        pushing.module.get_parameter(name).add_(1)
+            return said
+
+        before = pushing.fleet.bits()
+        group.exchange = exchange_then_write  # type: ignore[method-assign]
+        with pytest.raises(PushError, match="changed its weights"):
+            pushing.sync.push("two")
+        assert pushing.fleet.changed(before) == []
+        group.exchange = exchange  # type: ignore[method-assign]
+        pushing.push()
+
+
+@pytest.mark.parametrize("lying", ["staged", "shared"])
+@pytest.mark.parametrize("mode", ["ranklocal", "broadcast"])
+def test_a_write_after_the_first_install_is_caught_in_every_mode(mode: str, lying: str) -> None:
+    trained, served = (torch.nn.Sequential(*(torch.nn.Linear(300, 200, bias=False) for _ in "12")) for _ in "12")
+    if lying == "shared":
+        trained.share_memory()
+    receiver = rankcast.Receiver(served)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.fill_(1)
+
+    class Writing(InProcessClient):
+        writes = True
+
+        def update_weights(self, payload: Any) -> None:
+            super().update_weights(payload)
+            if self.writes and receiver.state in ("installing", "installed"):
+                with torch.no_grad():
+                    trained[1].weight.fill_(2)
+
+    client = Writing([receiver])
+    with rankcast.connect(client, trained, mode=mode, bucket_bytes=240_000, timeout=20) as sync:
+        with pytest.raises(PushError, match="changed its weights"):
+            sync.push("1")
+        assert not receiver.servable
+        client.writes = False
+        sync.push("2")
+        assert [parameter.detach().unique().tolist() for parameter in served.parameters()] == [[1.0], [2.0]]
+
+
 def test_a_write_on_any_trainer_rank_ends_the_push_on_all() -> None:
     modules = [trained() for _ in range(3)]
     with Fleet(CONFIG, LAYOUT) as fleet:
@@ -198,6 +252,10 @@ def test_a_write_on_any_trainer_rank_ends_the_push_on_all() -> None:
                 weights = become(module, 3)
             trainer.push("3")
             assert fleet.differences(weights) == []
+
+
+#: The modules of which the changes of form below take something.
+OWNERS = ("lm_head", "model", "model.norm")
 
 
 def replace_storage(parameter: torch.nn.Parameter) -> None:
@@ -242,15 +300,63 @@ def test_a_workers_parameter_whose_storage_was_replaced_is_found_again() -> None
         pushing.push()
 
 
-def test_a_workers_parameter_of_another_form_is_refused_by_name_and_a_new_connection_takes_it() -> None:
-    with Pushing() as pushing:
+def another_dtype(model: torch.nn.Module) -> None:
+    norm = model.get_parameter(SMALL)
+    norm.data = norm.data.to(torch.float64)
+
+
+def another_shape(model: torch.nn.Module) -> None:
+    owner = model.get_submodule("lm_head")
+    owner.register_parameter("weight", torch.nn.Parameter(torch.zeros(32, 32), requires_grad=False))
+
+
+def other_strides(model: torch.nn.Module) -> None:
+    head = model.get_parameter("lm_head.weight")
+    head.data = head.data.t().contiguous().t()
+
+
+def gone(model: torch.nn.Module) -> None:
+    del model.get_submodule("model.norm").weight
+
+
+def one_more(model: torch.nn.Module) -> None:
+    model.get_submodule("model").register_parameter("added", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+
+
+FORMS: dict[str, tuple[Callable[[torch.nn.Module], None], str]] = {
+    "dtype": (another_dtype, r"model\.norm\.weight is now float64\[16\], and was float32\[16\]"),
+    "shape": (another_shape, r"lm_head\.weight is now float32\[32, 32\], and was float32\[64, 16\]"),
+    "strides": (other_strides, r"lm_head\.weight now has the strides \[1, 64\], and had \[16, 1\]"),
+    "gone": (gone, r"model\.norm\.weight is gone, and was float32\[16\]"),
+    "new": (one_more, r"not there when the loader was traced would be left as they are: model\.added"),
+}
+
+
+@pytest.mark.parametrize("mode", ["direct", "ranklocal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_workers_parameter_of_another_form_is_refused_by_name_before_anything_is_written(
+    form: str, mode: str
+) -> None:
+    change, words = FORMS[form]
+    with Pushing(mode=mode) as pushing:
         pushing.push()
-        norm = pushing.fleet.models[1].get_parameter(SMALL)
-        norm.data = norm.data.to(torch.float64)
+        model = pushing.fleet.models[1]
+        kept = {name: (model.get_submodule(name), dict(model.get_submodule(name)._parameters)) for name in OWNERS}
+        data = {name: parameter.data for name, parameter in model.named_parameters()}
+        change(model)
+        before = pushing.fleet.bits()
         become(pushing.module, 5)
-        with pytest.raises(PushError, match=r"model\.norm\.weight is now float64\[16\], and was float32\[16\]"):
+        with pytest.raises(PushError, match=words) as refusal:
             pushing.sync.push("five")
-        norm.data = norm.data.to(torch.float32)
+        assert "the loader" not in str(refusal.value).replace("the loader was traced", "")
+        assert refusal.value.codes == ("manifest",)
+        assert pushing.fleet.changed(before) == []
+        assert pushing.fleet.servable == [True] * 4
+        for owner, parameters in kept.values():
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+        for name, tensor in data.items():
+            model.get_parameter(name).data = tensor
         pushing.push()
 
 

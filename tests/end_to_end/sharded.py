@@ -24,7 +24,7 @@ from rankcast import IterableSource, ModuleSource, Weight, WeightSource
 from rankcast.manifest import Manifest
 
 #: How long a call takes that is slow: much longer than other ranks may take to hear of a failure.
-SLOW_SECONDS = 25.0
+SLOW_SECONDS = 14.0
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -1,4 +1,4 @@
-"""A trainer rank that raises or dies while rank 0 waits for an engine that takes 25 s: every rank hears of it in 10 s.
+"""A trainer rank that raises or dies while rank 0 waits for an engine that takes 14 s: every rank hears of it in 10 s.
 
 And ranks that do not push the same.
 """
@@ -54,7 +54,7 @@ def states(url: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_during_an_install_of_25_seconds_is_heard_of_and_the_next_push_is_exact(
+def test_a_rank_that_raises_during_an_install_of_14_seconds_is_heard_of_and_the_next_push_is_exact(
     fleet: RunningServer, ranks: Trainers
 ) -> None:
     turn, tensor = ranks.one(1, "overlapped")
@@ -76,7 +76,7 @@ def test_a_rank_that_raises_during_an_install_of_25_seconds_is_heard_of_and_the_
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["prepare", "install"])
 @pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_a_rank_that_ends_while_an_engine_takes_25_seconds_is_heard_of_and_the_session_is_ended_at_close(
+def test_a_rank_that_ends_while_an_engine_takes_14_seconds_is_heard_of_and_the_session_is_ended_at_close(
     fleet: RunningServer, ranks: Trainers, call: str, ends: signal.Signals
 ) -> None:
     ranks.one(0, "arm_call", "after", call, "slow")

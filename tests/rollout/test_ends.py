@@ -13,6 +13,7 @@ import torch
 from by_hand import ByHand, codes
 from fleets_inprocess import Failing
 from rankcast import InstallError, Receiver
+from rankcast.wire.bodies import Program, Schedule
 
 NEW = {"weight": torch.full((2, 2), 5.0), "bias": torch.full((2,), 5.0)}
 
@@ -123,14 +124,33 @@ def test_a_second_prepare_is_a_repeat_only_of_the_same(change: str) -> None:
     receiver = Receiver(torch.nn.Linear(2, 2))
     with ByHand([receiver], NEW) as trainer:
         trainer.open()
-        assert codes(trainer.prepare(plan_hash="a" * 32)) == [()]
-        [again] = trainer.prepare(plan_hash="a" * 32)
+        assert codes(trainer.prepare()) == [()]
+        [again] = trainer.prepare()
         assert (again.repeated, again.faults) == (True, ())
-        [other] = trainer.prepare(**{"plan_hash": "a" * 32, **CHANGES[change]})
+        [other] = trainer.prepare(**CHANGES[change])
         assert [fault.code for fault in other.faults] == ["state"]
         assert not other.repeated
         # It changed nothing: the first one goes on.
         assert codes([*trainer.install(1), *trainer.install(2), *trainer.finish()]) == [(), (), ()]
+    receiver.close()
+
+
+@pytest.mark.parametrize("installs", [0, -1])
+def test_a_worker_that_is_unusable_stays_so_when_a_session_would_install_nothing(installs: int) -> None:
+    receiver = Receiver(torch.nn.Linear(2, 2))
+    with ByHand([receiver], NEW) as trainer:
+        to_first_install(trainer)
+        assert codes(trainer.send(trainer.abort_body)) == [()]
+        assert not receiver.servable
+        trainer.open()
+        program = Program(("weight",), (), (), (), (), (), (), (), ())
+        for parts in ({}, {"program": program}, {"program": program, "schedule": Schedule((), (), (), (), (), ())}):
+            assert codes(trainer.prepare(installs=installs, **parts)) == [("payload",)]
+            assert codes(trainer.finish()) == [("state",)]
+        assert not receiver.servable
+        assert codes(trainer.prepare()) == [()]
+        assert codes([*trainer.install(1), *trainer.install(2), *trainer.finish()]) == [(), (), ()]
+        assert receiver.servable
     receiver.close()
 
 
@@ -161,7 +181,7 @@ def test_what_a_loader_does_to_its_tensors_does_not_reach_the_next_push(way: str
     with ByHand([receiver], {"value": torch.full((4096,), 3.0)}, installs=1) as trainer:
         for _ in range(3):
             trainer.open()
-            assert codes(trainer.prepare(plan_hash="a" * 32)) == [()]
+            assert codes(trainer.prepare()) == [()]
             assert codes([*trainer.install(1), *trainer.finish(), *trainer.release()]) == [(), (), ()]
             assert model.value.unique().tolist() == [6.0]
     receiver.close()

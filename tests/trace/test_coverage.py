@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rankcast.errors import UnsupportedError
 from rankcast.geometry import Box, contiguous_strides
-from rankcast.trace import coverage
-from rankcast.trace.coverage import View, doubled, gap_in, storage_order
+from rankcast.trace import cells
+from rankcast.trace.cells import View
+from rankcast.trace.coverage import Coverage, storage_order
 
 
 @st.composite
@@ -64,14 +65,15 @@ def test_gaps_and_doubles_are_found_like_by_hand(
     shape, strides = layout
     views = [data.draw(views_in(shape, strides)) for _ in range(data.draw(st.integers(0, 4)))]
     counts = count(shape, strides, views)
-    gap = gap_in("w", shape, strides, views)
+    coverage = Coverage("w", shape, strides, views)
+    gap = coverage.gap
     assert (gap.elements if gap is not None else 0) == (counts == 0).sum()
     if gap is not None:
         assert gap.total == counts.size
         assert gap.box.volume
         assert gap.box.inside(shape)
         assert (part(counts, gap.box) == 0).all()
-    double = doubled("w", shape, strides, views)
+    double = coverage.doubled
     assert (double is not None) == bool((counts > 1).any())
     if double is not None:
         assert double.box.volume
@@ -79,6 +81,36 @@ def test_gaps_and_doubles_are_found_like_by_hand(
         assert double.first < double.second
         both = count(shape, strides, [views[double.first], views[double.second]])
         assert (part(both, double.box) > 1).any()
+
+
+@given(layouts(), st.data())
+def test_fills_that_copies_touch_are_found_like_by_hand(
+    layout: tuple[tuple[int, ...], tuple[int, ...]], data: st.DataObject
+) -> None:
+    shape, strides = layout
+    copies, fills = (
+        [data.draw(views_in(shape, strides)) for _ in range(data.draw(st.integers(0, 3)))] for _ in range(2)
+    )
+    order = data.draw(st.permutations(range(len(copies) + len(fills))))
+    copy_steps, fill_steps = order[: len(copies)], order[len(copies) :]
+    coverage = Coverage("w", shape, strides, copies, fills)
+    both = {
+        (i, j): (count(shape, strides, [copy]) & count(shape, strides, [fill])) > 0
+        for i, copy in enumerate(copies)
+        for j, fill in enumerate(fills)
+    }
+    touched = {j for (_, j), common in both.items() if common.any()}
+    assert coverage.cleared == touched
+    counts = count(shape, strides, [*copies, *(fill for j, fill in enumerate(fills) if j not in touched)])
+    assert (coverage.gap.elements if coverage.gap is not None else 0) == (counts == 0).sum()
+    late = coverage.late(copy_steps, fill_steps)
+    # Named with the first copy that came there; of a fill nobody came before, nothing is said.
+    assert {one.second for one in late} == {
+        j for (i, j), common in both.items() if common.any() and copy_steps[i] < fill_steps[j]
+    }
+    for one in late:
+        assert copy_steps[one.first] < fill_steps[one.second]
+        assert part(both[one.first, one.second], one.box).all()
 
 
 @given(layouts())
@@ -97,7 +129,7 @@ def test_a_dense_layout_is_recognised_in_any_order_of_dimensions(
 def test_a_layout_with_holes_or_repeats_is_not_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     assert storage_order(shape, strides) is None
     with pytest.raises(UnsupportedError, match="not dense"):
-        gap_in("w", shape, strides, [])
+        assert Coverage("w", shape, strides, []).gap
 
 
 def test_interleaved_rows_of_a_large_stack_are_judged_by_rows_and_not_by_elements(
@@ -106,16 +138,47 @@ def test_interleaved_rows_of_a_large_stack_are_judged_by_rows_and_not_by_element
     shape = (64, 512, 1024)
     even, odd = (View(at * 1024, (64, 256, 1024), (512 * 1024, 2048, 1)) for at in (0, 1))
     strides = contiguous_strides(shape)
-    monkeypatch.setattr(coverage, "RUN_LIMIT", 64 * 512)
-    assert gap_in("w", shape, strides, [even, odd]) is None
-    gap = gap_in("w", shape, strides, [odd])
+    monkeypatch.setattr(cells, "RUN_LIMIT", 64 * 512)
+    assert Coverage("w", shape, strides, [even, odd]).gap is None
+    gap = Coverage("w", shape, strides, [odd]).gap
     assert gap is not None
     assert (gap.elements, gap.box) == (64 * 256 * 1024, Box((0, 0, 0), (1, 1, 1024)))
-    monkeypatch.setattr(coverage, "RUN_LIMIT", 64 * 512 - 1)
+    monkeypatch.setattr(cells, "RUN_LIMIT", 64 * 512 - 1)
     with pytest.raises(UnsupportedError, match="w is written in more than 32,767 scattered pieces"):
-        gap_in("w", shape, strides, [even, odd])
+        assert Coverage("w", shape, strides, [even, odd]).gap
 
 
 def test_an_empty_parameter_needs_nothing() -> None:
-    assert gap_in("w", (0, 3), (3, 1), []) is None
-    assert doubled("w", (0, 3), (3, 1), [View(0, (0, 3), (3, 1))] * 2) is None
+    assert Coverage("w", (0, 3), (3, 1), []).gap is None
+    assert Coverage("w", (0, 3), (3, 1), [View(0, (0, 3), (3, 1))] * 2).doubled is None
+
+
+def test_the_work_for_a_stack_of_experts_grows_with_the_experts_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    visited = 0
+    plain = cells._Grid.region
+
+    def counting(self: cells._Grid, array: cells.Array, write: int) -> cells.Array:
+        nonlocal visited
+        part = plain(self, array, write)
+        visited += 1 + part.size
+        return part
+
+    monkeypatch.setattr(cells._Grid, "region", counting)
+
+    def work(experts: int) -> int:
+        """Cells looked at for a stack of experts in two halves, each of 24 rows and 8 rows of padding."""
+        nonlocal visited
+        visited = 0
+        shape = (experts, 64, 16)
+        starts = [row * 16 for row in range(0, experts * 64, 32)]
+        copies = [View(start, (24, 16), (16, 1)) for start in starts]
+        fills = [View(start + 24 * 16, (8, 16), (16, 1)) for start in starts]
+        coverage = Coverage("w13", shape, contiguous_strides(shape), copies, fills)
+        assert (coverage.gap, coverage.doubled, coverage.cleared) == (None, None, frozenset())
+        steps = range(2 * len(starts))
+        assert coverage.late(steps[::2], steps[1::2]) == []
+        return visited
+
+    assert work(64) == 2 * work(32)

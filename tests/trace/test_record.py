@@ -374,6 +374,24 @@ def test_a_copy_whose_source_was_lost_is_put_down_to_the_tensor_given_last() -> 
     assert trace.ignored() == (0,)
 
 
+def test_what_is_put_together_part_by_part_comes_from_all_of_its_parts() -> None:
+    weight = torch.zeros(4, 6)
+    whole = torch.empty(0)
+
+    def first(tensor: Tensor) -> None:
+        nonlocal whole
+        whole = torch.empty(4, 6)
+        whole[:2].copy_(tensor)
+
+    def second(tensor: Tensor) -> None:
+        whole[2:].copy_(tensor)
+        weight.copy_(whole)
+
+    trace = trace_loader(each(a=first, b=second), {"w": weight}, manifest(a=(2, 6), b=(2, 6)))
+    assert trace.copies.sources == ((0, 1),)
+    assert trace.copies.throughs == ("copy_",)
+
+
 def test_memory_that_is_used_again_does_not_inherit_from_what_lay_there() -> None:
     weight = torch.zeros(4, 6)
 

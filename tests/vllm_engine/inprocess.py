@@ -1,4 +1,4 @@
-"""vLLM in the test's own process: ``vllm.LLM`` started, asked and ended.
+"""vLLM behind a ``vllm.LLM`` of the test's own process: started, asked and ended.
 
 It knows vLLM's offline class; it must not know what a test expects. Only one can be alive at a time: ending one takes
 vLLM's process groups away from all others in the process.
@@ -18,17 +18,24 @@ import torch
 
 from vllm_engine.servers import PROMPTS, TP1, Generated, Layout, environment_of
 
-#: The engine core lives in this process as well, and says no more than it must.
-_HERE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+#: The engine says no more than it must.
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextlib.contextmanager
 def started_llm(
-    checkpoint: Path, layout: Layout = TP1, *, backend: str | None = "rankcast", **options: Any
+    checkpoint: Path,
+    layout: Layout = TP1,
+    *,
+    backend: str | None = "rankcast",
+    separate: bool = False,
+    **options: Any,
 ) -> Iterator[Any]:
-    """A ``vllm.LLM`` of ``checkpoint`` with its engine core in this process; ``options`` go to it."""
+    """A ``vllm.LLM`` of ``checkpoint`` with its engine core in this process, or in a ``separate`` one, as is vLLM's
+    default; ``options`` go to it."""
+    where = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate))}
     with tempfile.TemporaryDirectory(prefix="vt-") as room, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment_of(layout.patches), **_HERE, "TMPDIR": room}.items():
+        for name, value in {**environment_of(layout.patches), **_QUIET, **where, "TMPDIR": room}.items():
             patch.setenv(name, value)
         patch.setattr(tempfile, "tempdir", room)  # vLLM leaves files there when it ends
         patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # and replaces this for the whole process

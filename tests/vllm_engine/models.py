@@ -85,6 +85,16 @@ _CONFIGS: dict[str, Config] = {
         "topk_method": "greedy",
         "v_head_dim": 64,
     },
+    # vLLM's reload leaves biases where they are, and writes them there.
+    "biased": {**_SHARED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 32},
+    # Its activation has buffers that belong to its state, and that checkpoints need not have.
+    "buffered": {
+        **_SHARED,
+        "architectures": ["ApertusForCausalLM"],
+        "model_type": "apertus",
+        "head_dim": 32,
+        "hidden_act": "xielu",
+    },
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -103,6 +113,8 @@ def shapes_of(family: str) -> Shapes:
         "qwen3": _dense,
         "llama": _dense,
         "deepseek_v2": _latent,
+        "qwen2": _dense,
+        "apertus": _apertus,
     }
     return dict(kinds[config["model_type"]](config))
 
@@ -124,7 +136,9 @@ def write_model(root: Path, family: str, which: str, shards: int = 1) -> Path:
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     normal = torch.randn(shape, generator=generator)
-    if "norm" in name:
+    if name.endswith(".bias") or ".act_fn." in name:
+        values = normal
+    elif "norm" in name:
         values = 1 + 0.2 * normal
     elif name.endswith("embed_tokens.weight"):
         values = normal
@@ -168,7 +182,23 @@ def _dense(config: Config) -> Shapes:
         if config["model_type"] == "qwen3":
             shapes[f"{layer}.self_attn.q_norm.weight"] = (head,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (head,)
+        if config["model_type"] == "qwen2":
+            shapes[f"{layer}.self_attn.q_proj.bias"] = (queries,)
+            shapes[f"{layer}.self_attn.k_proj.bias"] = (keys,)
+            shapes[f"{layer}.self_attn.v_proj.bias"] = (keys,)
         shapes.update(_mlp(f"{layer}.mlp", hidden, config["intermediate_size"]))
+    return shapes
+
+
+def _apertus(config: Config) -> Shapes:
+    shapes = _dense({**config, "model_type": "qwen3"})
+    renamed = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for old, new in renamed.items():
+            shapes[f"{layer}.{new}.weight"] = shapes.pop(f"{layer}.{old}.weight")
+        del shapes[f"{layer}.mlp.gate_proj.weight"]
+        shapes[f"{layer}.mlp.act_fn.alpha_p"] = shapes[f"{layer}.mlp.act_fn.alpha_n"] = (1,)
     return shapes
 
 

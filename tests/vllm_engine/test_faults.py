@@ -328,6 +328,32 @@ def refuse_on(room: Room, rank: int, workers: int) -> str:
     return said
 
 
+def test_a_session_that_leaves_one_rank_out_is_never_served(bench: Bench, room: Room) -> None:
+    """Empty entries are legal call by call. Stock vLLM: 200, and one rank at each version, under the new name."""
+    if bench.layout.tp == 1:
+        # Nothing for the only rank is nothing at all, and changes nothing.
+        bare_update(room.server, [{"names": []}])
+        assert flags(room.server) == [IDLE]
+        return
+    for rank in range(bench.layout.tp):
+        entries: list[object] = [room.b.entry() for _ in range(bench.layout.tp)]
+        entries[rank] = {"names": []}
+        room.start()
+        assert room.server.post("/update_weights", {"update_info": entries}).status_code == 200
+        said = refused(room.server, "/finish_weight_update", {"weight_version": "a mix"})
+        assert f"nothing for workers [{rank}]" in said
+        states = room.server.flags()
+        assert all(one == states[0] for one in states), states
+        assert not states[0]["active"]
+        assert not states[0]["servable"]
+        assert room.server.get("/weight_info")["weight_version"] != "a mix"
+        assert "push again" in refused(room.server, "/resume")
+        # A session that brings nothing makes nothing whole.
+        room.start()
+        assert "send them all" in refused(room.server, "/finish_weight_update")
+        assert "push again" in refused(room.server, "/resume")
+
+
 def test_a_shape_that_fits_one_rank_by_chance_is_never_served(bench: Bench, room: Room) -> None:
     # Half of the rows are just what rank 0 of two takes: it has written when rank 1 refuses.
     room.start()

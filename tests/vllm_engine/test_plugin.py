@@ -23,6 +23,7 @@ HOOKED = {
         "finish_weight_update",
     ),
     "vllm.v1.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep"),
+    "vllm.v1.engine.llm_engine:LLMEngine": ("collective_rpc", "add_request", "step"),
 }
 
 
@@ -127,7 +128,7 @@ def test_no_file_of_vllm_is_imported_before_it_is_asked_for() -> None:
         """
 import sys
 import rankcast.engines.vllm.plugin, rankcast.engines.vllm.adapter
-import rankcast.engines.vllm.core_hooks, rankcast.engines.vllm.worker_hooks
+import rankcast.engines.vllm.core_hooks, rankcast.engines.vllm.worker_hooks, rankcast.engines.vllm.llm_hooks
 assert "vllm" not in sys.modules
 """
     )

@@ -22,6 +22,7 @@ class Mode(StrEnum):
     """What moves."""
 
     AUTO = "auto"
+    DIRECT = "direct"
     RANKLOCAL = "ranklocal"
     BROADCAST = "broadcast"
 

@@ -22,7 +22,6 @@ class LLMClient:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._paused = False
 
     @staticmethod
     def fits(target: object) -> bool:
@@ -52,14 +51,13 @@ class LLMClient:
         if mode == "wait":
             raise UnsupportedError("pause='wait' would wait for requests that only this thread can run: use 'keep'")
         self._llm.sleep(level=_PAUSE_LEVEL, mode=mode)
-        self._paused = True
 
     def resume(self) -> None:
         self._llm.wake_up(tags=[_SCHEDULING])
-        self._paused = False
 
     def is_paused(self) -> bool:
-        return self._paused
+        """Whether scheduling is stopped, by whomever; an engine of which anything sleeps does not schedule either."""
+        return bool(self._llm.llm_engine.is_sleeping())
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=True))

@@ -31,12 +31,14 @@ class Answer:
     ended: bool = False
     raises: bool = False
     stranger: bool = False
+    wrote: bool = False
     tensors: int = 0
     nbytes: int = 0
     opened: bool | None = None
     unreachable: str = ""
     touched: Touched | None = None
     wanted: Wanted | None = None
+    digests: str = ""
 
     def report(
         self,
@@ -70,6 +72,7 @@ class Answer:
             repeated=self.repeated,
             ended=self.ended,
             orphaned=session.orphaned,
+            wrote=self.wrote,
             tensors=self.tensors,
             nbytes=self.nbytes,
             seconds=seconds,
@@ -78,4 +81,5 @@ class Answer:
             touched=self.touched,
             wanted=self.wanted,
             unsent=unsent,
+            digests=self.digests,
         )

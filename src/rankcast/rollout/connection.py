@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 import secrets
 
+import torch
+
 from rankcast.errors import LocationError, PayloadError, RankcastError, StateError
 from rankcast.manifest import Manifest
 from rankcast.rollout.delivery import Delivery, Segments, schedule_manifest
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.program import CopyProgram, check_program
 from rankcast.rollout.scope import Scope
+from rankcast.transports.digest import packed
 from rankcast.transports.opening import open_any
 from rankcast.wire.bodies import Prepare
 from rankcast.wire.handles import Handle
+from rankcast.wire.plan_digest import plan_digest
 from rankcast.wire.reports import Touched, Wanted
 
 
@@ -30,6 +34,8 @@ class Prepared:
     installs: int
     program: CopyProgram | None
     delivery: Delivery
+    #: Of what each install brought, once it did, as they travel; ``None`` where nobody asks for them.
+    digests: dict[int, str] | None = None
 
     def turn(self, number: int) -> int:
         """Which of the delivery's rounds install ``number`` is."""
@@ -41,6 +47,22 @@ class Prepared:
             return 0, self.program.nbytes
         turn = self.turn(number)
         return self.delivery.count(turn), self.delivery.nbytes(turn)
+
+    def weights(self, number: int) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of install ``number``, which is not the program; raises as ``Delivery.weights`` does."""
+        weights = self.delivery.weights(self.turn(number))
+        if self.digests is not None:
+            # Now: a loader may write into what it is given.
+            self.digests[number] = packed(self.delivery.digests(self.turn(number)))
+        return weights
+
+    def said(self, number: int) -> str:
+        """The digests of install ``number``, which is done; empty where nobody asks for them."""
+        if self.digests is None:
+            return ""
+        if self.program is not None and number == 0:
+            return packed(self.program.digests)
+        return self.digests.get(number, "")
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
@@ -83,6 +105,15 @@ class Connection:
         """The boxes that this worker wants of the manifest's tensors."""
         return self._scope.wanted()
 
+    def diff(self, later: Connection) -> list[str]:
+        """In words, what this worker's loader does otherwise since it was traced for ``later``."""
+        return self._scope.diff(later._scope)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the engine's loader may do something else by now than what was traced."""
+        return bool(self._scope.changes())
+
     @property
     def plan_hash(self) -> str:
         """The hash of what was prepared last; empty when nothing is."""
@@ -96,35 +127,64 @@ class Connection:
         return self._prepared
 
     def prepare(self, body: Prepare) -> None:
-        """Prove the whole session before any of it: names, shapes, dtypes, completeness, segments and bounds.
+        """Prove the whole session before any of it: names, shapes, dtypes, completeness, segments, bounds and targets.
 
-        Raises the error of the first thing that is wrong; then nothing of an earlier session is kept either.
+        Raises the error of the first thing that is wrong; then a session that was sent whole is not kept, nor what it
+        would have replaced.
         """
+        changes = self._scope.changes()
+        if changes:
+            raise StateError(f"the loader was traced before this changed: {'; '.join(changes)}: push again")
         if body.handles is None:
-            if self._prepared is None or not self.holds(body):
-                held = self.plan_hash[:8] or "none"
-                raise StateError(
-                    f"plan {body.plan_hash[:8]} is not known here (this worker holds {held}): send it whole"
-                )
-            self._segments.use(self._prepared.handles)
-            return
+            self._prepare_again(body)
+        else:
+            self._prepare_anew(body, body.handles)
+        # In every session, also one of the same plan: an engine may have replaced a parameter since.
+        self._scope.check_targets()
+        prepared = self.prepared
+        self._prepared = dataclasses.replace(prepared, digests={} if body.digests else None)
+        if prepared.program is not None:
+            prepared.program.take_digests(body.digests)
+
+    def _prepare_again(self, body: Prepare) -> None:
+        if body.schedule is not None or body.program is not None:
+            raise PayloadError("a prepare message has a schedule or a program and no handles: send all, or none")
+        if self._prepared is None or not self.holds(body):
+            held = self.plan_hash[:8] or "none"
+            raise StateError(f"plan {body.plan_hash[:8]} is not known here (this worker holds {held}): send it whole")
+        self._segments.use(self._prepared.handles)
+
+    def _prepare_anew(self, body: Prepare, handles: tuple[Handle, ...]) -> None:
         if body.schedule is None:
-            raise PayloadError("a prepare message has handles and no schedule: send both, or neither")
+            raise PayloadError("a prepare message has handles and no schedule: send all, or none")
         self._forget()
         # The program, where there is one, takes the first install.
         turns = body.installs - (body.program is not None)
-        manifest = schedule_manifest(body.schedule, installs=turns, segments=len(body.handles))
+        if turns < 0:
+            raise PayloadError(
+                f"a prepare message announces {body.installs} installs, which leaves none for "
+                f"{'its copy program' if body.program is not None else 'anything'}: nothing of it would ever be written"
+            )
+        manifest = schedule_manifest(body.schedule, installs=turns, segments=len(handles))
         if body.program is not None:
-            check_program(body.program, self._scope.parameters, len(body.handles))
+            check_program(body.program, self._scope.parameters, len(handles))
         self._scope.check(manifest, body.program)
         try:
-            opened = self._segments.use(body.handles)
+            opened = self._segments.use(handles)
             delivery = Delivery(body.schedule, opened, turns)
             program = self._scope.program(body.program, opened) if body.program is not None else None
         except LocationError:
             self._forget()
             raise
-        self._prepared = Prepared(body.plan_hash, body.handles, body.installs, program, delivery)
+        # Last, because whatever else is wrong says more.
+        digest = plan_digest(body.schedule, body.program, handles)
+        if digest != body.plan_hash:
+            raise PayloadError(
+                f"a prepare message calls its schedule, program and handles plan {body.plan_hash[:8]}, and they are "
+                f"plan {digest[:8]}: they are not those that the trainer means, or were changed on their way"
+            )
+        self._segments.lend(delivery.segments)
+        self._prepared = Prepared(body.plan_hash, handles, body.installs, program, delivery)
 
     def holds(self, body: Prepare) -> bool:
         """Whether ``body`` is what was prepared last, by its plan."""
@@ -132,8 +192,13 @@ class Connection:
         return held is not None and (held.hash, held.installs) == (body.plan_hash, body.installs)
 
     def verify(self) -> None:
-        """Compare every open segment with its record once more; raises ``LocationError``."""
+        """Compare every open segment with its record once more; raises ``LocationError``.
+
+        What is read next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this
+        process's own copy since, and a program reads whatever lies on it besides.
+        """
         self._segments.use(self.prepared.handles)
+        self._segments.refresh()
 
     def _forget(self) -> None:
         if self._prepared is not None:

@@ -6,12 +6,16 @@ name that was forgotten can be used again, for a connection whose claims must ca
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
 from rankcast.errors import StateError
+from rankcast.manifest import listed
 from rankcast.rollout.connection import Connection
 from rankcast.rollout.installer import Installer
 from rankcast.wire.bodies import Claim, Init, Release, kind_of
+
+_log = logging.getLogger(__name__)
 
 #: How many connections' last messages are remembered.
 REMEMBERED = 1024
@@ -41,14 +45,22 @@ class Connections:
 
     def open(self, body: Init) -> Connection:
         """Take the place of the connection that there was; raises ``ManifestError`` as ``Connection`` does."""
+        before = self.current
         self.close()
         self.current = Connection(body.connection, body.manifest, self._installer, casts=body.wanted)
+        if before is not None and before.name == body.connection and (found := before.diff(self.current)):
+            _log.info("the loader was traced again, and does otherwise: %s", listed(found))
         return self.current
 
     def knows(self, body: Claim, rank: int) -> bool:
-        """Whether ``body``, as the worker of ``rank`` has it, is of the current connection and not of a namesake."""
+        """Whether ``body``, as the worker of ``rank`` has it, is of the current connection and not of a namesake.
+
+        Nor is a connection known whose trace no longer holds: its trainer is to begin anew, with an init.
+        """
         known = self.current
-        return known is not None and known.name == body.connection and body.nonces.get(str(rank)) == known.nonce
+        if known is None or known.name != body.connection or body.nonces.get(str(rank)) != known.nonce:
+            return False
+        return not known.outdated
 
     def close(self, name: str | None = None) -> None:
         """Close the current connection, if it is called ``name`` (``None``: whatever it is called)."""

@@ -6,12 +6,13 @@ This module knows segments and where tensors lie in them. It must not know sessi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from rankcast.errors import LocationError, PayloadError
 from rankcast.manifest import Manifest, TensorMeta, nbytes
+from rankcast.transports.digest import digest
 from rankcast.transports.opening import Opened, open_any
 from rankcast.transports.segment import OpenedSegment
 from rankcast.wire.bodies import Schedule
@@ -41,11 +42,13 @@ class Segments:
 
     def __init__(self) -> None:
         self._open: dict[Handle, Opened] = {}
+        #: Those of which a loader was given tensors, which it may have written to, at any time since they were opened.
+        self._lent: set[Opened] = set()
 
     def use(self, handles: Sequence[Handle]) -> list[Opened]:
         """Open what is not open yet, close what is no longer named, and verify the rest; raises ``LocationError``."""
         for handle in self._open.keys() - set(handles):
-            self._open.pop(handle).close()
+            self._close(self._open.pop(handle))
         for handle in handles:
             if handle in self._open:
                 self._open[handle].verify()
@@ -53,10 +56,26 @@ class Segments:
                 self._open[handle] = open_any(handle)
         return [self._open[handle] for handle in handles]
 
+    def lend(self, segments: Iterable[Opened]) -> None:
+        """Remember that a loader is going to be given tensors of ``segments``."""
+        self._lent.update(segments)
+
+    def refresh(self) -> None:
+        """Forget what loaders wrote into tensors that they were given, so that the owners' bytes are read next.
+
+        Segments that no loader ever saw cost nothing here.
+        """
+        for segment in self._lent:
+            segment.refresh()
+
     def close(self) -> None:
         for segment in self._open.values():
-            segment.close()
+            self._close(segment)
         self._open.clear()
+
+    def _close(self, segment: Opened) -> None:
+        self._lent.discard(segment)
+        segment.close()
 
 
 class Delivery:
@@ -81,6 +100,11 @@ class Delivery:
             if segment not in self._segments[turn]:
                 self._segments[turn].append(segment)
 
+    @property
+    def segments(self) -> frozenset[OpenedSegment]:
+        """The segments that some tensor lies in."""
+        return frozenset(segment for round_ in self._segments for segment in round_)
+
     def count(self, turn: int) -> int:
         """How many tensors come with round ``turn``."""
         return len(self._rounds[turn])
@@ -98,6 +122,10 @@ class Delivery:
             segment.verify()
             segment.refresh()
         return self._rounds[turn]
+
+    def digests(self, turn: int) -> list[int]:
+        """Of the tensors of round ``turn`` as they lie there now, in their order."""
+        return [digest(tensor) for _, tensor in self._rounds[turn]]
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""

@@ -14,6 +14,8 @@ import torch
 from rankcast.errors import ManifestError
 from rankcast.manifest import Manifest
 from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.traced_targets import TracedTargets
+from rankcast.trace.fingerprint import Fingerprint, class_name
 from rankcast.trace.record import Trace, trace_loader
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -33,6 +35,13 @@ class Installer(Protocol):
     def trace(self, manifest: Manifest) -> Trace:
         """What the engine's loader does with ``manifest``'s tensors; raises ``ManifestError`` where it refuses one."""
 
+    def fingerprint(self) -> Fingerprint:
+        """What decides where the loader puts things, as it is now; ``trace`` puts it into what it returns.
+
+        Asked at every session: when it is another than in the trace, the trace is taken again. So it must be cheap, and
+        say the same for as long as the loader does.
+        """
+
     def required(self) -> frozenset[str]:
         """The destinations that a complete update fills."""
 
@@ -44,6 +53,12 @@ class Installer(Protocol):
 
     def by_loader(self) -> Mapping[str, str]:
         """Destinations that only the loader can fill, with the reason; they are never in a copy program."""
+
+    def check(self, targets: TracedTargets) -> None:
+        """Hand ``targets`` the parameters and buffers as ``trace`` would see them now, and the required names.
+
+        Raises ``ManifestError`` as it does; comes before ``begin``, in every session, and writes nothing.
+        """
 
     def begin(self) -> None: ...
 
@@ -70,7 +85,9 @@ def persistent_buffers(model: torch.nn.Module) -> frozenset[str]:
 class LoaderInstaller:
     """Installs in place through ``load_weights(iterator of (name, tensor))``, for models that keep what they load.
 
-    ``may_ignore`` says which checkpoint names the loader may pass over; by default none.
+    ``may_ignore`` says which checkpoint names the loader may pass over; by default none. A model whose loader may put
+    tensors elsewhere later, at equal shapes (experts that move), says so by a method ``trace_fingerprint()``, which
+    returns a ``Fingerprint``.
     """
 
     whole_modules = False
@@ -86,7 +103,14 @@ class LoaderInstaller:
         self._may_ignore = may_ignore
 
     def trace(self, manifest: Manifest) -> Trace:
-        return trace_loader(self._load_weights, self._destinations(), manifest)
+        return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint())
+
+    def fingerprint(self) -> Fingerprint:
+        own = getattr(self._model, "trace_fingerprint", None)
+        if own is None:
+            return Fingerprint(model=class_name(self._model), engine=f"torch {torch.__version__}")
+        said: Fingerprint = own()
+        return said
 
     def required(self) -> frozenset[str]:
         return frozenset(name for name, _ in self._model.named_parameters())
@@ -99,6 +123,10 @@ class LoaderInstaller:
 
     def by_loader(self) -> Mapping[str, str]:
         return {}
+
+    def check(self, targets: TracedTargets) -> None:
+        parameters = dict(self._model.named_parameters())
+        targets.check({**parameters, **dict(self._model.named_buffers())}, parameters.keys())
 
     def begin(self) -> None:
         """Nothing to set up: the loader writes into the parameters as they are."""

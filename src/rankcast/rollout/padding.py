@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from rankcast.trace.coverage import View, doubled
 from rankcast.trace.record import Trace
 
 
@@ -26,39 +25,18 @@ class Padding:
 
 def padding_of(trace: Trace) -> tuple[Padding, ...]:
     """The fills of ``trace`` that no copy touches, in the loader's order."""
-    cleared = _cleared(trace)
     fills = trace.fills
     return tuple(
         Padding(trace.destinations.names[at], fills.offsets[i], fills.sizes[i], fills.strides[i], _number(value))
         for i, (at, value) in enumerate(zip(fills.destinations, fills.values, strict=True))
-        if i not in cleared
+        if i not in trace.cleared
     )
 
 
 def cleared_by(trace: Trace) -> dict[str, str]:
     """The parameters that the loader clears before it copies into them, with the reason why no program may."""
-    names = {trace.destinations.names[trace.fills.destinations[i]] for i in _cleared(trace)}
+    names = {trace.destinations.names[trace.fills.destinations[i]] for i in trace.cleared}
     return dict.fromkeys(sorted(names), "the loader clears its parameter before it copies into it")
-
-
-def _cleared(trace: Trace) -> frozenset[int]:
-    """Indices of the fills of which some copy takes an element."""
-    if not len(trace.fills):
-        return frozenset()
-    copies: dict[int, list[View]] = {}
-    filled = set(trace.fills.destinations)
-    taken = trace.copies
-    for at, offset, sizes, strides in zip(taken.destinations, taken.offsets, taken.sizes, taken.strides, strict=True):
-        if at in filled:
-            copies.setdefault(at, []).append(View(offset, sizes, strides))
-    found = set()
-    columns = (trace.fills.destinations, trace.fills.offsets, trace.fills.sizes, trace.fills.strides)
-    for i, (at, offset, sizes, strides) in enumerate(zip(*columns, strict=True)):
-        name, shape, layout = trace.destinations.names[at], trace.destinations.shapes[at], trace.layouts[at]
-        fill = View(offset, sizes, strides)
-        if any(doubled(name, shape, layout, [copy, fill]) is not None for copy in copies.get(at, ())):
-            found.add(i)
-    return frozenset(found)
 
 
 def _number(text: str) -> complex:

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from rankcast.errors import ManifestError, PayloadError
-from rankcast.geometry import Box, box_of_view, extent
-from rankcast.manifest import DTYPES, Manifest, canonical_dtype, listed
-from rankcast.rollout.file_reads import FileRead
+from rankcast.geometry import Box, box_of_view
+from rankcast.manifest import DTYPES, canonical_dtype, listed
 from rankcast.rollout.padding import Padding
-from rankcast.trace.dtypes import dtype_name, torch_dtype
-from rankcast.transports.file import OpenedFile
+from rankcast.rollout.traced_targets import TracedTargets
+from rankcast.trace.dtypes import torch_dtype
+from rankcast.transports.digest import digest
+from rankcast.transports.file_reads import FileRead, box_in
 from rankcast.transports.opening import Opened
 from rankcast.wire.bodies import Program
 
@@ -71,16 +72,16 @@ def boxes_of(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 class CopyProgram:
     """The sources of one program, opened; bound to destinations whenever these are there.
 
-    ``destinations`` are the worker's parameters as they were traced, and ``padding`` the constants that its loader
-    writes beside tensors.
+    ``targets`` says how the worker's parameters were traced, and ``padding`` has the constants that its loader writes
+    beside tensors.
     """
 
     def __init__(
-        self, program: Program, opened: Sequence[Opened], destinations: Manifest, padding: Sequence[Padding] = ()
+        self, program: Program, opened: Sequence[Opened], targets: TracedTargets, padding: Sequence[Padding] = ()
     ) -> None:
         """Build the source views; raises ``LocationError`` where a route reaches outside its segment."""
         self._program = program
-        self._destinations = destinations
+        self._traced = targets
         self._sources = [self._source(i, opened[segment]) for i, segment in enumerate(program.segments)]
         self._by_parameter: dict[str, list[int]] = {}
         for i, at in enumerate(program.destinations):
@@ -89,6 +90,7 @@ class CopyProgram:
         for one in padding:
             self._padding.setdefault(one.name, []).append(one)
         self._bound: tuple[tuple[object, ...], BoundProgram] | None = None
+        self._digests: list[int] | None = None
         self.routes = len(program.destinations)
         self.nbytes = sum(
             math.prod(sizes) * DTYPES[dtype] for sizes, dtype in zip(program.sizes, program.dtypes, strict=True)
@@ -102,11 +104,7 @@ class CopyProgram:
             program.source_strides[i],
             program.addresses[i],
         )
-        name = program.parameters[program.destinations[i]]
-        if isinstance(opened, OpenedFile):
-            return FileRead(opened, dtype, sizes, strides, address, name)
-        flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
-        return torch.as_strided(flat, sizes, strides)
+        return box_in(opened, dtype, sizes, strides, address, program.parameters[program.destinations[i]])
 
     def writes(self, name: str) -> bool:
         """Whether any route goes to parameter ``name``."""
@@ -130,16 +128,34 @@ class CopyProgram:
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
         """The pairs of views for the parameters in ``targets``; other routes are left out. Writes their padding.
 
-        Raises ``ManifestError`` naming a target that is no longer what was traced: of another shape or dtype, or not
-        row-major in memory.
+        Raises ``ManifestError`` naming a target that is no longer what was traced, of another shape, dtype or layout,
+        before it writes anything.
         """
         for name, target in targets.items():
             if self.writes(name) or self.fills(name):
-                self._check(name, target)
-            with torch.no_grad():
+                self._traced.check_one(name, target)
+        with torch.no_grad():
+            for name, target in targets.items():
                 for one in self._padding.get(name, ()):
                     _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
-        return BoundProgram(self.pairs(targets))
+        routes = [i for name in targets for i in self._by_parameter.get(name, ())]
+        return BoundProgram(self, routes, self.pairs(targets))
+
+    def take_digests(self, wanted: bool) -> None:
+        """Whether to digest, in every run from now on, what each route has filled."""
+        self._digests = [0] * self.routes if wanted else None
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """Of what each route filled last, in the order of the program; empty unless they were wanted."""
+        return self._digests or ()
+
+    def filled(self, routes: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        """``routes`` have just filled ``views``."""
+        if self._digests is None:
+            return
+        for i, view in zip(routes, views, strict=True):
+            self._digests[i] = digest(view, rounded=view.dtype != torch_dtype(self._program.dtypes[i]))
 
     def pairs(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | FileRead]]:
         """For each route into one of ``targets`` the view that it fills, and what it is filled from."""
@@ -149,21 +165,6 @@ class CopyProgram:
             for name, target in targets.items()
             for i in self._by_parameter.get(name, ())
         ]
-
-    def _check(self, name: str, target: torch.Tensor) -> None:
-        traced = self._destinations.row(self._destinations.index[name])
-        if tuple(target.shape) != traced.shape or target.dtype != torch_dtype(traced.dtype):
-            raise ManifestError(
-                f"{name} is now {dtype_name(target.dtype)}{list(target.shape)}, and was {traced.dtype}"
-                f"{list(traced.shape)} when its loader was traced: connect again after a model has changed",
-                tensor=name,
-            )
-        if self.writes(name) and not target.is_contiguous():
-            raise ManifestError(
-                f"{name} now has the strides {list(target.stride())}, and was row-major in memory when its loader was "
-                "traced: connect again after a model has changed",
-                tensor=name,
-            )
 
     def drop(self) -> None:
         """Let go of every view, so that the segments below can be unmapped."""
@@ -179,7 +180,15 @@ def _view(target: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequ
 class BoundProgram:
     """Pairs of views; running it is the whole install of a worker whose parameters stay where they are."""
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]]) -> None:
+    def __init__(
+        self,
+        program: CopyProgram,
+        routes: Sequence[int],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]],
+    ) -> None:
+        self._program = program
+        self._routes = routes
+        self._views = [view for view, _ in pairs]
         self._destinations: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._reads: list[tuple[torch.Tensor, FileRead]] = []
@@ -200,3 +209,4 @@ class BoundProgram:
                 torch._foreach_copy_(self._destinations, self._sources)
             for view, read in self._reads:
                 read.into(view)
+            self._program.filled(self._routes, self._views)

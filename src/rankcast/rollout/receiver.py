@@ -147,7 +147,7 @@ class Receiver:
     # -- one door for every call -------------------------------------------------------------------------------------
 
     def handle(self, call: str, argument: object = None) -> Report:
-        """Do ``call`` (init, start, update, finish, abort), report it to the trainer, and return the report.
+        """Do ``call`` (init, start, update, finish, abort, disown), report it to the trainer, and return the report.
 
         Never raises: an engine that routes outcomes itself reads ``faults`` of what comes back.
         """
@@ -181,6 +181,7 @@ class Receiver:
             "update": self._update,
             "finish": self._finish,
             "abort": self._abort_call,
+            "disown": lambda answer, _: self._end(answer, disown=True),
         }
         if answer.call not in actions:
             raise PayloadError(f"unknown call {answer.call!r}: {', '.join(actions)}")
@@ -303,14 +304,15 @@ class Receiver:
             raise PayloadError(f"install {body.sequence} names round {body.round}: rounds are installed in order")
         prepared = connection.prepared
         answer.tensors, answer.nbytes = prepared.carries(body.round)
-        if answer.repeated:
-            return  # answered as the first was, whose answer may be lost
-        if prepared.program is not None and body.round == 0:
-            connection.verify()
-            self._writing.program(prepared.program)
-        else:
-            self._writing.weights(prepared.delivery.weights(prepared.turn(body.round)))
-        self._session.installed(body.sequence)
+        if not answer.repeated:
+            if prepared.program is not None and body.round == 0:
+                connection.verify()
+                self._writing.program(prepared.program)
+            else:
+                self._writing.weights(prepared.weights(body.round))
+            self._session.installed(body.sequence)
+        # A repeated one is answered as the first was, whose answer may be lost.
+        answer.digests = prepared.said(body.round)
 
     def _update_bare(self, answer: Answer, entry: Mapping[str, Any], *, routed: bool) -> None:
         if self._codec.signed:
@@ -336,6 +338,7 @@ class Receiver:
         if self._bare is not None:
             self._finish_bare(answer)
         wrote = self._writing.finish()
+        answer.wrote = wrote or not self._installer.required()
         own = self._session.claimed
         self._session.finished()
         if own or wrote:
@@ -363,15 +366,15 @@ class Receiver:
             self._session.check_lease(None, time.monotonic())
         self._end(answer)
 
-    def _end(self, answer: Answer) -> None:
-        """The one place in which a session ends without being finished, whoever ends it and why."""
+    def _end(self, answer: Answer, *, disown: bool = False) -> None:
+        """The one place in which a session ends without being finished, or is disowned, whoever ends it and why."""
         unfinished = self._session.is_open or not self._session.servable
         try:
             self._writing.abandon()
         except InstallError as fault:
             answer.faults.append(Fault.of(fault))
         finally:
-            self._session.abandon()
+            self._session.abandon(disown=disown)
         if not self._session.servable:
             self.weight_version = self._attested = ""
         if unfinished and self._connections.current is not None:

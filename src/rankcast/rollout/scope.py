@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
 from rankcast.rollout.installer import Installer
-from rankcast.rollout.padding import cleared_by, padding_of
+from rankcast.rollout.padding import Padding, cleared_by, padding_of
 from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.rollout.wanted import check_filled, wanted_of
 from rankcast.trace.record import Trace
 from rankcast.transports.opening import Opened
@@ -35,6 +36,7 @@ class Scope:
         if not casts:
             self._refuse_casts(self._casts)
         self._by_loader = {**cleared_by(self._trace), **installer.by_loader()}
+        self._targets = TracedTargets(self._trace)
         self._whole_modules = installer.whole_modules
         self._touched = self._trace.touched()
         self._installer = installer
@@ -79,7 +81,11 @@ class Scope:
 
     def program(self, program: Program, opened: Sequence[Opened]) -> CopyProgram:
         """``program`` over what was opened for it; raises ``LocationError`` where a route reaches outside of that."""
-        return CopyProgram(program, opened, self._trace.destinations, padding_of(self._trace))
+        return CopyProgram(program, opened, self._targets, self._padding)
+
+    @functools.cached_property
+    def _padding(self) -> tuple[Padding, ...]:
+        return padding_of(self._trace)
 
     def _refuse_casts(self, names: Iterable[str]) -> None:
         found = [self._casts[name] for name in names if name in self._casts]
@@ -113,6 +119,18 @@ class Scope:
             if absent:
                 raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
         self.check_complete()
+
+    def diff(self, later: Scope) -> list[str]:
+        """In words, what the loader does otherwise by the trace of ``later``; empty when the traces are the same."""
+        return [] if self._trace.hash == later._trace.hash else self._trace.diff(later._trace)
+
+    def changes(self) -> list[str]:
+        """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
+        return self._trace.fingerprint.changes(self._installer.fingerprint())
+
+    def check_targets(self) -> None:
+        """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""
+        self._installer.check(self._targets)
 
     def check_complete(self) -> None:
         """Raise ``ManifestError`` when even all of the manifest leaves a parameter incomplete."""

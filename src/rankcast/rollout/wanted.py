@@ -7,7 +7,7 @@ and nothing else is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def wanted_of(trace: Trace, by_loader: Mapping[str, str], casts: Mapping[int, st
     reasons = dict(routable.reasons)
     refused = dict(by_loader)
     for name, shape, layout in zip(trace.destinations.names, trace.destinations.shapes, trace.layouts, strict=True):
-        if layout != contiguous_strides(shape) and 0 not in shape and any(size > 1 for size in shape):
+        if not _row_major(shape, layout):
             refused.setdefault(name, "its parameter is not row-major in memory")
     for sources, at in zip(copies.sources, copies.destinations, strict=True):
         reason = refused.get(trace.destinations.names[at])
@@ -66,6 +66,11 @@ def wanted_of(trace: Trace, by_loader: Mapping[str, str], casts: Mapping[int, st
         casts=tuple(sorted(casts.items())),
         whole_modules=whole_modules,
     )
+
+
+def _row_major(shape: Sequence[int], layout: Sequence[int]) -> bool:
+    dense = contiguous_strides(shape)
+    return 0 in shape or all(size == 1 or step == other for size, step, other in zip(shape, layout, dense, strict=True))
 
 
 def _spread(trace: Trace, reasons: dict[int, str]) -> None:
@@ -107,7 +112,10 @@ def check_filled(trace: Trace, program: Program, by_loader: Collection[int]) -> 
         if box is None:
             raise UnsupportedError(f"{name} is written in a form that no route has", tensor=name)
         wanted.setdefault(name, []).append(box)
+    layouts = dict(zip(trace.destinations.names, trace.layouts, strict=True))
     for name in sorted(wanted.keys() | written.keys()):
+        if name in written and not _row_major(shapes[name], layouts[name]):
+            raise ManifestError(f"the program writes {name}, which is not row-major in memory", tensor=name)
         ours, theirs = wanted.get(name, []), written.get(name, [])
         # Two sets of boxes are the same set of elements when neither alone leaves out more than both together do.
         left_by_loader, _, _ = uncovered(shapes[name], ours)

@@ -28,14 +28,14 @@ class Writing:
     def weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Install ``weights``; none of them is no write. Raises ``InstallError`` when the engine's loader fails."""
         if weights:
-            self._write(lambda: self._installer.install(weights))
+            self._write(lambda: self._installer.install(weights), "loader")
 
     def program(self, program: CopyProgram) -> None:
         """Run a copy program; one without routes is no write. Raises ``InstallError`` when the engine fails."""
         if program.routes:
-            self._write(lambda: self._installer.copy(program))
+            self._write(lambda: self._installer.copy(program), "copy program")
 
-    def _write(self, action: Callable[[], None]) -> None:
+    def _write(self, action: Callable[[], None], what: str) -> None:
         self._session.writing()
         try:
             if not self._begun:
@@ -44,7 +44,7 @@ class Writing:
             action()
         except Exception as fault:
             self._session.broken()
-            raise InstallError(f"the loader of {self._label} failed: {type(fault).__name__}: {fault}") from fault
+            raise InstallError(f"the {what} of {self._label} failed: {type(fault).__name__}: {fault}") from fault
 
     def finish(self) -> bool:
         """Post-process what was written; returns whether anything was. Raises ``InstallError`` when that fails."""

@@ -39,8 +39,9 @@ class WayRow(msgspec.Struct, frozen=True):
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One published push.
 
-    ``seconds`` is the whole push as this trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes``
-    is what all workers together were told to read, ``direct_nbytes`` the part of it by route.
+    ``transport`` is how the bytes went: ``shm``, ``file``, or ``file+shm``. ``seconds`` is the whole push as this
+    trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes`` is what all workers together were told
+    to read, ``direct_nbytes`` the part of it by route.
 
     ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any, however
     often a request was repeated on the way. ``control_calls`` counts all other calls that reach workers, once for each

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankcast.errors import UnsupportedError
+from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.manifest import Manifest, listed
-from rankcast.trace.coverage import Gap, View, doubled, gap_in
+from rankcast.trace.cells import View
+from rankcast.trace.changes import changes
+from rankcast.trace.coverage import Coverage
+from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
 
 
 class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +73,8 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """What one ``load_weights`` does with the tensors of ``manifest``.
 
     ``destinations`` are the parameters, each storage region once, ``layouts`` their strides; ``aliases`` pairs the
-    name of a tied parameter with the one that stands for it.
+    name of a tied parameter with the one that stands for it. ``fingerprint`` is what the engine said of itself then:
+    once it says something else, this is no longer what its loader does.
     """
 
     manifest: Manifest
@@ -79,11 +83,31 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     aliases: tuple[tuple[str, str], ...]
     copies: Copies
     fills: Fills
+    fingerprint: Fingerprint = NOTHING_SAID
+
+    def to_json(self) -> bytes:
+        """The whole trace as JSON, which ``from_json`` makes an equal one of."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Trace:
+        """The trace that ``to_json`` wrote; raises ``ManifestError`` when ``text`` is something else."""
+        try:
+            trace = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise ManifestError(f"this is no trace: {fault}") from None
+        for manifest in (trace.manifest, trace.destinations):
+            manifest.check()
+        return trace
+
+    def diff(self, later: Trace) -> list[str]:
+        """In words, one line each, what ``later`` has otherwise than this trace; empty when they are equal."""
+        return changes(self, later)
 
     @functools.cached_property
     def hash(self) -> str:
         """A digest of the whole trace, equal on every process whose loader does the same."""
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.to_json(), digest_size=16).hexdigest()
 
     def touched(self) -> tuple[int, ...]:
         """Indices into the manifest, sorted, of the tensors that go into some destination."""
@@ -115,11 +139,11 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         counted = set(self.destinations.names if required is None else required)
         counted.update(name for alias, name in self.aliases if alias in counted)
         lines = []
-        for index, row in enumerate(self.destinations.rows()):
-            if row.name in counted and (gap := self._gap(index)) is not None:
+        for index, name in enumerate(self.destinations.names):
+            if name in counted and (gap := self._coverage(index).gap) is not None:
                 lines.append(
-                    f"{row}: {gap.elements:,} of {gap.total:,} elements are filled by no tensor of the update, the "
-                    f"first of them {gap.box}"
+                    f"{self.destinations.row(index)}: {gap.elements:,} of {gap.total:,} elements are filled by no "
+                    f"tensor of the update, the first of them {gap.box}"
                 )
         return lines
 
@@ -130,7 +154,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             if name not in names:
                 continue
             try:
-                written = (self._copies_of(index) or self._fills_of(index)) and self._gap(index) is None
+                written = (self._copies_of(index) or self._fills_of(index)) and self._coverage(index).gap is None
             except UnsupportedError:  # too scattered to be counted: better named in vain than not at all
                 written = False
             if not written:
@@ -140,31 +164,43 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def overlaps(self) -> list[str]:
         """One line for each destination of which elements are copied to twice, or filled after they were copied."""
         lines = []
-        for index, row in enumerate(self.destinations.rows()):
-            where = self._copies_of(index)
-            views = [self._copy_view(i) for i in where]
-            if len(views) > 1 and (pair := doubled(row.name, row.shape, self.layouts[index], views)) is not None:
-                first, second = (self._sources_of(where[i]) for i in (pair.first, pair.second))
+        for index in range(len(self.destinations)):
+            copies, fills = self._copies_of(index), self._fills_of(index)
+            if len(copies) + len(fills) < 2:
+                continue
+            coverage, row = self._coverage(index), self.destinations.row(index)
+            if (pair := coverage.doubled) is not None:
+                first, second = (self._sources_of(copies[i]) for i in (pair.first, pair.second))
                 lines.append(f"{row}: {pair.box} is copied to twice, from {first} and from {second}")
-            for i in where:
-                for j in self._fills_of(index):
-                    if self.fills.steps[j] < self.copies.steps[i]:
-                        continue
-                    over = doubled(row.name, row.shape, self.layouts[index], [self._copy_view(i), self._fill_view(j)])
-                    if over is not None:
-                        value = self.fills.values[j]
-                        lines.append(f"{row}: {over.box} is filled with {value} after {self._sources_of(i)} came there")
+            copy_steps, fill_steps = [self.copies.steps[i] for i in copies], [self.fills.steps[j] for j in fills]
+            for late in coverage.late(copy_steps, fill_steps):
+                value, source = self.fills.values[fills[late.second]], self._sources_of(copies[late.first])
+                lines.append(f"{row}: {late.box} is filled with {value} after {source} came there")
         return lines
 
-    def _gap(self, index: int) -> Gap | None:
-        row, layout = self.destinations.row(index), self.layouts[index]
-        copies = [self._copy_view(i) for i in self._copies_of(index)]
-        padding = [
-            fill
-            for fill in map(self._fill_view, self._fills_of(index))
-            if all(doubled(row.name, row.shape, layout, [copy, fill]) is None for copy in copies)
-        ]
-        return gap_in(row.name, row.shape, layout, copies + padding)
+    @functools.cached_property
+    def cleared(self) -> frozenset[int]:
+        """Rows of the fills of which some copy takes an element: they only cleared what was copied to."""
+        return frozenset(
+            self._fills_of(index)[i] for index in set(self.fills.destinations) for i in self._coverage(index).cleared
+        )
+
+    def _coverage(self, index: int) -> Coverage:
+        """What is written of one destination, judged once for every question."""
+        found = self._coverages.get(index)
+        if found is None:
+            found = self._coverages[index] = Coverage(
+                self.destinations.names[index],
+                self.destinations.shapes[index],
+                self.layouts[index],
+                [self._copy_view(i) for i in self._copies_of(index)],
+                [self._fill_view(i) for i in self._fills_of(index)],
+            )
+        return found
+
+    @functools.cached_property
+    def _coverages(self) -> dict[int, Coverage]:
+        return {}
 
     def _copies_of(self, destination: int) -> list[int]:
         return self._rows[0][destination]

@@ -1,12 +1,13 @@
 """Whether strided writes cover a parameter exactly once.
 
 This module knows shapes, strides and element counts. It must not know names of tensors other than for a message, nor
-torch. Writes that are boxes, nearly all, are judged as boxes; others (every second row) element by element, or rather
-by the largest run of elements that all writes take whole.
+torch. All writes of a parameter are painted into one array of cells (``cells``), once each, and every question is asked
+of the array: comparing writes with each other would be quadratic, and a stack of experts has hundreds.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,18 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcast.errors import UnsupportedError
-from rankcast.geometry import Box, box_of_view, contiguous_strides, uncovered, whole
-
-#: The most runs that are looked at one by one, at two bytes each.
-RUN_LIMIT = 2**26
-
-
-class View(NamedTuple):
-    """A strided region of storage, in elements from a parameter's first."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+from rankcast.geometry import Box, contiguous_strides
+from rankcast.trace.cells import Cells, View, cells_of
 
 
 class Gap(NamedTuple):
@@ -38,7 +29,10 @@ class Gap(NamedTuple):
 
 
 class Double(NamedTuple):
-    """Two writes of one element: a box of such elements, and the positions of two writes that share it."""
+    """Two writes of one element: a box of such elements, and the positions of two writes that share it.
+
+    ``second`` is a fill's position where a fill came after a copy, else both are copies.
+    """
 
     box: Box
     first: int
@@ -54,119 +48,110 @@ def storage_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
     return None
 
 
-def gap_in(name: str, shape: Sequence[int], layout: Sequence[int], views: Sequence[View]) -> Gap | None:
-    """What ``views`` leave unwritten of a parameter of ``shape`` and strides ``layout``; ``None`` when nothing."""
-    total = math.prod(shape)
-    if total == 0:
-        return None
-    order = _order(name, shape, layout)
-    stored = [shape[d] for d in order]
-    boxes = _boxes(stored, views)
-    if boxes is not None:
-        if any(box.volume == total for box in boxes):
+class Coverage:
+    """What the writes of one parameter, of ``shape`` and strides ``layout``, leave out and what they write twice.
+
+    ``name`` is for messages. Every answer raises ``UnsupportedError`` when the parameter is not dense or its writes are
+    too finely scattered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        layout: Sequence[int],
+        copies: Sequence[View],
+        fills: Sequence[View] = (),
+    ) -> None:
+        self._name = name
+        self._shape = tuple(shape)
+        self._layout = tuple(layout)
+        self._copies = copies
+        self._fills = fills
+        self._total = math.prod(shape)
+        # Most parameters are one tensor, whole, and need no painting.
+        self._plain = len(copies) == 1 and not fills and copies[0] == (0, self._shape, self._layout)
+
+    @functools.cached_property
+    def cleared(self) -> frozenset[int]:
+        """Positions of the fills of which some copy takes an element."""
+        if not (self._total and self._copies and self._fills):
+            return frozenset()
+        base = len(self._copies)
+        return frozenset(i for i in range(len(self._fills)) if self._cells.region(self._painted, base + i).any())
+
+    @functools.cached_property
+    def gap(self) -> Gap | None:
+        """What copies, and fills that no copy touches, leave unwritten; ``None`` when nothing."""
+        order = self._order
+        if not self._total or self._plain:
             return None
-        elements, box, _ = uncovered(stored, boxes)
-        return None if box is None else Gap(elements, total, _logical(box, order))
-    run, counts = _counts(name, total, views)
-    empty = np.flatnonzero(counts == 0)
-    if not len(empty):
-        return None
-    return Gap(len(empty) * run, total, _logical(_run_box(stored, int(empty[0]) * run, run), order))
-
-
-def doubled(name: str, shape: Sequence[int], layout: Sequence[int], views: Sequence[View]) -> Double | None:
-    """Elements that two of ``views`` write, or ``None`` when no two share any."""
-    total = math.prod(shape)
-    if total == 0 or len(views) < 2:
-        return None
-    order = _order(name, shape, layout)
-    stored = [shape[d] for d in order]
-    boxes = _boxes(stored, views)
-    if boxes is None:
-        run, counts = _counts(name, total, views)
-        twice = np.flatnonzero(counts > 1)
-        if not len(twice):
+        empty = self._painted == 0
+        for i in range(len(self._fills)):
+            if i not in self.cleared:
+                self._cells.region(empty, len(self._copies) + i)[...] = False
+        if not empty.any():
             return None
-        where = _run_box(stored, int(twice[0]) * run, run)
-        single = View(int(twice[0]) * run, (run,), (1,))
-        owners = [i for i, view in enumerate(views) if _counts(name, total, [view, single])[1].max() > 1]
-        return Double(_logical(where, order), owners[0], owners[1])
-    _, _, box = (0, None, boxes[0].intersect(boxes[1])) if len(boxes) == 2 else uncovered(stored, boxes)
-    if box is None:
-        return None
-    owners = [i for i, other in enumerate(boxes) if other.volume and other.intersect(box) is not None]
-    return Double(_logical(box, order), owners[0], owners[1])
+        return Gap(self._cells.elements(empty), self._total, _logical(self._cells.first_box(empty), order))
 
-
-def _order(name: str, shape: Sequence[int], layout: Sequence[int]) -> tuple[int, ...]:
-    order = storage_order(shape, layout)
-    if order is None:
-        raise UnsupportedError(
-            f"{name} has shape {list(shape)} but strides {list(layout)}: it is not dense", tensor=name
-        )
-    return order
-
-
-def _boxes(stored: Sequence[int], views: Sequence[View]) -> list[Box] | None:
-    boxes = []
-    for view in views:
-        if math.prod(view.sizes) == 0:
-            boxes.append(Box((0,) * len(stored), (0,) * len(stored)))
-            continue
-        box = box_of_view(stored, view.offset, view.sizes, view.strides)
-        if box is None:
+    @functools.cached_property
+    def doubled(self) -> Double | None:
+        """Elements that two copies write, or ``None`` when no two share any."""
+        if not self._total or len(self._copies) < 2:
             return None
-        boxes.append(box)
-    return boxes
+        twice = self._painted > 1
+        if not twice.any():
+            return None
+        first, *_ = np.argwhere(twice)
+        alone = np.zeros_like(twice)
+        alone[tuple(first)] = True
+        owners = (i for i in range(len(self._copies)) if self._cells.region(alone, i).any())
+        return Double(_logical(self._cells.first_box(alone), self._order), next(owners), next(owners))
+
+    def late(self, copy_steps: Sequence[int], fill_steps: Sequence[int]) -> list[Double]:
+        """The fills that came after a copy of the same elements, by the steps at which each was made."""
+        touching = sorted(self.cleared)
+        if not touching:
+            return []
+        owner = self._cells.array(np.int64, -1)
+        # The earliest copy of each element last, so that it is the one that stays.
+        for i in sorted(range(len(self._copies)), key=lambda i: -copy_steps[i]):
+            self._cells.region(owner, i)[...] = i
+        found = []
+        for fill in touching:
+            base = len(self._copies)
+            for copy in np.unique(self._cells.region(owner, base + fill)).tolist():
+                if copy >= 0 and copy_steps[copy] < fill_steps[fill]:
+                    both = self._cells.array(np.bool_, False)
+                    self._cells.region(both, base + fill)[...] = True
+                    box = self._cells.first_box(both & (owner == copy))
+                    found.append(Double(_logical(box, self._order), copy, fill))
+        return sorted(found, key=lambda one: (one.first, one.second))
+
+    @functools.cached_property
+    def _order(self) -> tuple[int, ...]:
+        order = storage_order(self._shape, self._layout)
+        if order is None:
+            raise UnsupportedError(
+                f"{self._name} has shape {list(self._shape)} but strides {list(self._layout)}: it is not dense",
+                tensor=self._name,
+            )
+        return order
+
+    @functools.cached_property
+    def _cells(self) -> Cells:
+        return cells_of(self._name, [self._shape[d] for d in self._order], [*self._copies, *self._fills])
+
+    @functools.cached_property
+    def _painted(self) -> npt.NDArray[np.int32]:
+        """How many copies write each cell."""
+        counts = self._cells.array(np.int32, 0)
+        for i in range(len(self._copies)):
+            self._cells.region(counts, i)[...] += 1
+        return counts
 
 
 def _logical(box: Box, order: Sequence[int]) -> Box:
     """A box in storage order as a box of the parameter's own dimensions."""
     places = [order.index(d) for d in range(len(order))]
     return Box(tuple(box.offsets[p] for p in places), tuple(box.sizes[p] for p in places))
-
-
-def _run_box(stored: Sequence[int], start: int, run: int) -> Box:
-    """The largest box among the ``run`` elements of a dense tensor that begin at element ``start``."""
-    for axis in range(len(stored)):
-        step = math.prod(stored[axis + 1 :])
-        if run >= step and start % step == 0:
-            at = start // step % stored[axis]
-            sizes = (1,) * axis + (min(run // step, stored[axis] - at),) + tuple(stored[axis + 1 :])
-            return Box(_index(stored, start), sizes)
-    return whole(stored)
-
-
-def _index(stored: Sequence[int], start: int) -> tuple[int, ...]:
-    return tuple(start // step % size for size, step in zip(stored, contiguous_strides(stored), strict=True))
-
-
-def _counts(name: str, total: int, views: Sequence[View]) -> tuple[int, npt.NDArray[np.uint16]]:
-    """The length of a run that every view takes whole or not at all, and how often each run is written."""
-    run = total
-    plain = []
-    for view in views:
-        if math.prod(view.sizes) == 0:
-            continue
-        # Dimensions joined where one goes on where the next one ends: what is left last is the run.
-        dims: list[tuple[int, int]] = []
-        for size, stride in sorted(zip(view.sizes, view.strides, strict=True), key=lambda pair: -pair[1]):
-            if size == 1:
-                continue
-            if dims and dims[-1][1] == stride * size:
-                size, stride = size * dims.pop()[0], stride
-            dims.append((size, stride))
-        inner = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-        run = math.gcd(run, view.offset, inner, *(stride for _, stride in dims))
-        plain.append((view.offset, [*dims, (inner, 1)]))
-    if total // run > RUN_LIMIT:
-        raise UnsupportedError(
-            f"{name} is written in more than {RUN_LIMIT:,} scattered pieces: its coverage cannot be proved", tensor=name
-        )
-    counts = np.zeros(total // run, dtype=np.uint16)
-    for offset, dims in plain:
-        sizes = [*(size for size, _ in dims[:-1]), dims[-1][0] // run]
-        steps = [*(stride // run for _, stride in dims[:-1]), 1]
-        at = np.lib.stride_tricks.as_strided(counts[offset // run :], sizes, [2 * step for step in steps])
-        at += 1
-    return run, counts

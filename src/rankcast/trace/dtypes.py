@@ -13,6 +13,7 @@ from rankcast.manifest import DTYPES, canonical_dtype
 
 #: Canonical name -> torch dtype, for the dtypes that this torch has.
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -29,4 +30,4 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The canonical name of ``dtype``; raises ``ManifestError`` for one that rankcast does not move (quantised)."""
-    return canonical_dtype(str(dtype))
+    return _NAMES.get(dtype) or canonical_dtype(str(dtype))

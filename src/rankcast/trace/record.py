@@ -19,6 +19,7 @@ from rankcast.manifest import Manifest
 from rankcast.trace.columns import Cast, Copies, Fills, Trace
 from rankcast.trace.coverage import storage_order
 from rankcast.trace.dtypes import dtype_name
+from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
 from rankcast.trace.targets import Targets, meta_tensors, storage_key
 
 __all__ = ["Cast", "Trace", "trace_loader"]
@@ -50,12 +51,17 @@ _NOTHING = _Lineage((), "", False)
 _PARAMETER = _Lineage((), "", True)
 
 
-def trace_loader(load_weights: LoadWeights, destinations: Mapping[str, torch.Tensor], manifest: Manifest) -> Trace:
+def trace_loader(
+    load_weights: LoadWeights,
+    destinations: Mapping[str, torch.Tensor],
+    manifest: Manifest,
+    fingerprint: Fingerprint = NOTHING_SAID,
+) -> Trace:
     """Record where ``load_weights`` puts the tensors of ``manifest`` in ``destinations``, without writing there.
 
     ``load_weights`` is called once, under ``torch.no_grad``, with an iterator of all (name, tensor) in the manifest's
     order; the tensors have full shapes and the manifest's dtypes and lie on the meta device. ``destinations`` are the
-    engine's real parameters and buffers by name; not one byte of them changes.
+    engine's real parameters and buffers by name; not one byte of them changes. ``fingerprint`` goes into the trace.
 
     Raises ``UnsupportedError`` naming operator and parameter when the loader writes in a way that cannot be recorded
     (anything but a copy of equal shape or a constant fill; a value computed from a parameter; a tensor that is no
@@ -78,14 +84,19 @@ def trace_loader(load_weights: LoadWeights, destinations: Mapping[str, torch.Ten
             f"the loader gave {exchanged} another storage instead of writing to it", tensor=exchanged
         )
     recorder.check_exhausted()
-    return recorder.trace()
+    return recorder.trace(fingerprint)
 
 
 class _Operator(NamedTuple):
-    """What an operator's schema says: its name, and where the arguments are that it writes to."""
+    """What an operator's schema says: its name, and where the arguments are that it writes to.
+
+    ``views`` says that it only makes views of its arguments, ``in_place`` that it writes to its first one and no other.
+    """
 
     name: str
     written: tuple[tuple[int, str], ...]
+    views: bool
+    in_place: bool
 
 
 @functools.cache
@@ -95,7 +106,10 @@ def _describe(func: Any) -> _Operator:
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return _Operator(func._schema.name, written)
+    name, returned = func._schema.name, func._schema.returns
+    # ``lift_fresh`` passes on a tensor that the loader has just made, which has to be known as its own.
+    views = not written and bool(returned) and all(one.alias_info is not None for one in returned)
+    return _Operator(name, written, views and name != "aten::lift_fresh", written == ((0, "self"),))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -150,7 +164,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         what = "its first tensor" if self._current is None else str(self._manifest.row(self._current))
         return ManifestError(f"load_weights failed on {what}: {type(fault).__name__}: {fault}", tensor=name)
 
-    def trace(self) -> Trace:
+    def trace(self, fingerprint: Fingerprint) -> Trace:
         return Trace(
             manifest=self._manifest,
             destinations=self._targets.manifest,
@@ -158,11 +172,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             aliases=tuple(self._targets.aliases),
             copies=Copies(*zip(*self._copies, strict=True)),
             fills=Fills(*zip(*self._fills, strict=True)),
+            fingerprint=fingerprint,
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         operator = _describe(func)
+        if operator.views:
+            # Most of what loaders do. A view's elements are found by its storage, which is known or not as before.
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         try:
             if operator.written:
                 return self._write(func, operator, args, kwargs)
@@ -198,6 +216,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def _write(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         """Take down a write to a destination, or let a write to the loader's own tensors happen."""
+        if operator.in_place and isinstance(args[0], torch.Tensor) and self._targets.holds(storage_key(args[0])):
+            self._record(operator, args[0], args)
+            return args[0]
         written = [
             kwargs.get(name) if place < 0 or place >= len(args) else args[place] for place, name in operator.written
         ]
@@ -224,19 +245,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return func(*args, **kwargs)
 
     def _record(self, operator: _Operator, target: torch.Tensor, args: Any) -> None:
-        name = self._targets.name_at(target)
-        simple = operator.written == ((0, "self"),)
-        if simple and operator.name == "aten::zero_":
+        if operator.in_place and operator.name == "aten::zero_":
             self._fill(operator, target, 0)
-        elif simple and operator.name in ("aten::fill_", "aten::copy_"):
+        elif operator.in_place and operator.name in ("aten::fill_", "aten::copy_"):
             value = args[1]
             if not isinstance(value, torch.Tensor):
                 self._fill(operator, target, value)
-            elif self._merge({storage_key(value)}, "") == _NOTHING and _constant(value):
+                return
+            lineage = self._lineage_of(storage_key(value))
+            if lineage is _NOTHING and _constant(value):
                 self._fill(operator, target, value.as_strided((), (), value.storage_offset()).item())
             else:
-                self._copy(operator, target, value, name)
+                self._copy(operator, target, value, lineage)
         else:
+            name = self._targets.name_at(target)
             raise UnsupportedError(
                 f"the loader writes {name} with {operator.name}: only copies and constant fills can be traced",
                 tensor=name,
@@ -247,34 +269,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._fills.append((self._steps, tuple(target.shape), index, offset, tuple(target.stride()), repr(value)))
         self._steps += 1
 
-    def _copy(self, operator: _Operator, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        lineage = self._merge({storage_key(source)}, "")
+    def _copy(self, operator: _Operator, target: torch.Tensor, source: torch.Tensor, lineage: _Lineage) -> None:
         if lineage.parameter:
+            name = self._targets.name_at(target)
             raise UnsupportedError(
                 f"the loader writes {name} with what it read from a parameter: that value depends on the weights which "
                 "are there at the time",
                 tensor=name,
             )
-        if lineage == _NOTHING:
+        if lineage is _NOTHING:
             if self._current is None:
+                name = self._targets.name_at(target)
                 raise UnsupportedError(f"the loader writes {name} before it has any tensor", tensor=name)
             lineage = _Lineage((self._current,), UNTRACED, False)
-        try:
-            spread = source.expand(target.shape)  # for dimensions of one index, in front
-        except RuntimeError:
-            raise ManifestError(
-                f"{self._manifest.names[lineage.sources[0]]} has a wrong shape: {list(source.shape)} of it would go "
-                f"into {list(target.shape)} elements of {name}",
-                tensor=self._manifest.names[lineage.sources[0]],
-            ) from None
-        if source.numel() != target.numel():
-            raise UnsupportedError(
-                f"the loader copies {self._manifest.names[lineage.sources[0]]} as {list(source.shape)} over "
-                f"{list(target.shape)} elements of {name}: a copy that broadcasts cannot be traced",
-                tensor=name,
-            )
+        sizes = tuple(target.shape)
+        strides = source.stride() if source.shape == sizes else self._spread(target, source, lineage)
         through = lineage.through
-        if not through and dtype_name(source.dtype) != self._manifest.dtypes[lineage.sources[0]]:
+        dtype = dtype_name(source.dtype)
+        if not through and dtype != self._manifest.dtypes[lineage.sources[0]]:
             through = "view"
         if not through and (source.is_conj() or source.is_neg()):
             through = "conj"
@@ -285,25 +297,49 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             (
                 self._steps,
                 lineage.sources,
-                dtype_name(source.dtype),
+                dtype,
                 0 if through else source.storage_offset(),
-                tuple(spread.stride()),
-                tuple(target.shape),
+                strides,
+                sizes,
                 index,
                 offset,
-                tuple(target.stride()),
+                target.stride(),
                 through,
             )
         )
         self._steps += 1
+
+    def _spread(self, target: torch.Tensor, source: torch.Tensor, lineage: _Lineage) -> tuple[int, ...]:
+        """The strides of ``source`` with dimensions of one index put in front, as many as ``target`` has."""
+        first = self._manifest.names[lineage.sources[0]]
+        try:
+            spread = source.expand(target.shape)
+        except RuntimeError:
+            raise ManifestError(
+                f"{first} has a wrong shape: {list(source.shape)} of it would go into {list(target.shape)} elements of "
+                f"{self._targets.name_at(target)}",
+                tensor=first,
+            ) from None
+        if source.numel() != target.numel():
+            name = self._targets.name_at(target)
+            raise UnsupportedError(
+                f"the loader copies {first} as {list(source.shape)} over {list(target.shape)} elements of {name}: a "
+                "copy that broadcasts cannot be traced",
+                tensor=name,
+            )
+        return tuple(spread.stride())
+
+    def _lineage_of(self, key: int) -> _Lineage:
+        """The lineage of the storage with ``key``; ``_NOTHING`` itself when none is known."""
+        return _PARAMETER if self._targets.holds(key) else self._lineage.get(key, _NOTHING)
 
     def _merge(self, keys: Iterable[int], operator: str) -> _Lineage:
         """The lineage of what an operator makes of the storages with ``keys``."""
         sources: dict[int, None] = {}
         through, parameter = "", False
         for key in keys:
-            known = _PARAMETER if self._targets.holds(key) else self._lineage.get(key)
-            if known is not None:
+            known = self._lineage_of(key)
+            if known is not _NOTHING:
                 sources.update(dict.fromkeys(known.sources))
                 through = through or known.through
                 parameter = parameter or known.parameter

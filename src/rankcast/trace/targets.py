@@ -56,6 +56,7 @@ class Targets:
         for regions in self._regions.values():
             regions.sort()
             self._note_overlaps(regions)
+        self._starts = {key: [start for start, _, _ in regions] for key, regions in self._regions.items()}
 
     def _note_overlaps(self, regions: list[tuple[int, int, int]]) -> None:
         reach, last = -1, -1
@@ -85,10 +86,12 @@ class Targets:
 
         Raises ``UnsupportedError`` when it lies in none whole, repeats an element, or has another size of element.
         """
-        regions = self._regions[storage_key(view)]
+        key = storage_key(view)
+        regions = self._regions[key]
+        dense = view.is_contiguous()
         start = view.storage_offset() * view.itemsize
-        end = start + extent(view.shape, view.stride()) * view.itemsize
-        at = bisect.bisect_right(regions, start, key=lambda region: region[0]) - 1
+        end = start + (view.numel() if dense else extent(view.shape, view.stride())) * view.itemsize
+        at = bisect.bisect_right(self._starts[key], start) - 1
         if at < 0 or end > regions[at][1]:
             near = self._kept[regions[max(at, 0)][2]][0]
             raise UnsupportedError(f"{operator} writes beyond {near} in the storage that it is part of", tensor=near)
@@ -104,7 +107,7 @@ class Targets:
                 "write in another element size cannot be traced",
                 tensor=name,
             )
-        if _repeats(view):
+        if not dense and _repeats(view):
             raise UnsupportedError(f"{operator} writes elements of {name} more than once in one call", tensor=name)
         return index, int(view.storage_offset()) - int(tensor.storage_offset())
 

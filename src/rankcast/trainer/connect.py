@@ -21,6 +21,7 @@ from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import LimitError, UnsupportedError
 from rankcast.process import this_process
 from rankcast.telemetry.progress import Progress, ProgressCallback
+from rankcast.trainer.digests import Checking
 from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
@@ -38,6 +39,7 @@ from rankcast.wire.payload import ROUTES, check_transport
 
 MODES = ("auto", "direct", "ranklocal", "broadcast")
 TRANSPORTS = ("auto", "shm", "file")
+CHECKS = ("coverage", "digest")
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ def connect(
     mode: str = "auto",
     transport: str = "auto",
     bucket_bytes: int = 512 * 2**20,
-    check: Literal["coverage"] = "coverage",
+    check: Literal["coverage", "digest"] = "coverage",
     on_failure: Literal["mark_unusable"] = "mark_unusable",
     pause: str | None = "keep",
     secret: str | bytes | None = None,
@@ -75,15 +77,18 @@ def connect(
     ``target``: a URL, a list of URLs, a ``vllm.LLM``, ``Receiver`` objects, or any ``WeightSyncClient``; only rank 0's
     counts. ``source``: an ``nn.Module``, a ``WeightSource``, a safetensors checkpoint directory, or a callable that
     returns an iterator of (name, tensor). ``group``: the trainer ranks' process group (default: torch's default group,
-    or one process). All ranks must pass the same ``mode``, ``transport``, ``bucket_bytes`` and ``pause``.
+    or one process). All ranks must pass the same ``mode``, ``transport``, ``bucket_bytes``, ``pause`` and
+    ``check``.
 
     ``mode``: ``direct`` (workers copy their boxes out of the trainer's memory), ``ranklocal`` (tensors are staged, each
     worker loads those that it touches), ``broadcast`` (everything to everyone), or ``auto``: direct where it is
-    possible, ranklocal for the rest. ``transport``: ``shm``, ``file``, or ``auto``, which is ``shm``. ``bucket_bytes``
-    bounds each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``,
-    what arrived is what was prepared. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing
-    until a push completes. ``pause``: how generation is paused around an update: ``keep`` running requests and go on
-    with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
+    possible, ranklocal for the rest. ``transport``: ``shm`` (memory that is shared), ``file`` (workers read files where
+    they lie, which everything must; not with modes that stage), or ``auto``, either of them. ``bucket_bytes`` bounds
+    each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``, what
+    arrived is what was prepared, or ``digest`` besides, every worker took the bytes that the trainer had when the push
+    began. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing until a push completes.
+    ``pause``: how generation is paused around an update: ``keep`` running requests and go on with them, ``wait`` for
+    them, ``abort`` them, or ``None``, not at all.
 
     ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
     ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
@@ -99,7 +104,7 @@ def connect(
     missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when
     another rank failed. Nothing is left open then.
     """
-    mode, transport = _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
+    _check_options(mode, transport, bucket_bytes, check, on_failure, pause, timeout)
     sweep_leftovers()
     ranks = form_group(group, timeout=timeout)
     closing = contextlib.ExitStack()
@@ -110,10 +115,12 @@ def connect(
         if found is not source:
             # One that was passed in may serve other syncs, and is its owner's to close.
             closing.callback(found.close)
-        options = f"mode={mode!r}, transport={transport!r}, bucket_bytes={bucket_bytes}, pause={pause!r}"
+        options = (
+            f"mode={mode!r}, transport={transport!r}, bucket_bytes={bucket_bytes}, pause={pause!r}, check={check!r}"
+        )
         exports = Exports(found, ranks, options=options, bucket_bytes=bucket_bytes)
         closing.callback(exports.close)
-        leading = None
+        leading, fleet = None, None
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
             sign = codec.sign if codec.signed else None
@@ -134,7 +141,13 @@ def connect(
             )
             speaker = Speaker(fleet, codec, channel.url, _owner())
             leading = Leading.meet(
-                speaker, exports.manifest, mode=mode, transport=transport, pause_mode=pause, lease=timeout
+                speaker,
+                exports.manifest,
+                mode=mode,
+                transport=transport,
+                pause_mode=pause,
+                lease=timeout,
+                digests=check == "digest",
             )
             closing.callback(leading.close)
             exports.kind = leading.kind
@@ -142,7 +155,7 @@ def connect(
         exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
         direct = None
         if mode in ROUTED and exports.kind == "shm":
-            direct = DirectExports(found, ranks, exports.manifests)
+            direct = DirectExports(found, ranks, exports.manifests, insist=mode == "direct")
             closing.callback(direct.close)
             ways = leading.planning.use(direct).direct if leading is not None else ()
             said = ranks.broadcast(msgspec.msgpack.encode(_Agreed(ways)), "which tensors go by route")
@@ -151,12 +164,20 @@ def connect(
             if not agreed:
                 direct.close()
                 direct = None
-        elif mode == "direct":
+        elif mode == "direct" or transport == "file":
             raise UnsupportedError(
-                "mode='direct', but workers cannot open this trainer's memory through /proc: use 'auto'"
+                f"mode={mode!r}, transport={transport!r}, but workers cannot open what this trainer has open through "
+                "/proc: use 'auto' for both"
             )
+        elif mode == "auto" and leading is not None:
+            leading.planning.refuse_casts()
         exports.refresh()
-        return Sync(ranks, exports, leading, direct, _shown(progress), closing)
+        checking = None
+        if check == "digest":
+            checking = Checking(ranks, fleet)
+            if leading is not None:
+                leading.checking = checking
+        return Sync(ranks, found, exports, leading, direct, checking, _shown(progress), closing)
     except BaseException as error:
         ranks.fail(error)
         try:
@@ -168,7 +189,7 @@ def connect(
 
 def _check_options(
     mode: str, transport: str, bucket_bytes: int, check: str, on_failure: str, pause: str | None, timeout: float
-) -> tuple[str, str]:
+) -> None:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
     if transport in ROUTES:
@@ -177,13 +198,16 @@ def _check_options(
         raise UnsupportedError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if pause not in PAUSE_MODES:
         raise UnsupportedError(f"pause {pause!r} is not one of {', '.join(map(repr, PAUSE_MODES))}")
-    if check != "coverage" or on_failure != "mark_unusable":
-        raise UnsupportedError(f"check={check!r}, on_failure={on_failure!r}: there are 'coverage' and 'mark_unusable'")
+    if check not in CHECKS:
+        raise UnsupportedError(f"check {check!r} is not one of {', '.join(CHECKS)}")
+    if on_failure != "mark_unusable":
+        raise UnsupportedError(f"on_failure={on_failure!r}: there is 'mark_unusable'")
     if bucket_bytes < 1:
         raise LimitError(f"bucket_bytes is {bucket_bytes}; it must be positive")
     if not timeout > 0:
         raise LimitError(f"timeout is {timeout}; it must be a positive number of seconds")
-    return mode, "shm" if transport == "auto" else transport
+    if transport == "file" and mode not in ROUTED:
+        raise UnsupportedError(f"transport='file', but mode={mode!r} stages tensors in memory: use mode='auto'")
 
 
 def _owner() -> Owner:

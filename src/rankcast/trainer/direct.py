@@ -12,80 +12,75 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rankcast.errors import SourceError
+from rankcast.errors import LimitError
 from rankcast.manifest import Manifest
 from rankcast.plan.columns import Destinations, Fleet, Shards, dimensions, dtype_codes
 from rankcast.plan.routes import Plan, make_plan
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.sources.base import WeightSource
 from rankcast.trainer.sources.exported import RankShards, export_shards
-from rankcast.wire.handles import Handle
+from rankcast.wire.handles import FileHandle, Handle
 from rankcast.wire.reports import Wanted
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What one rank says of its shards: nothing new, all of them, or that its source has none that last."""
+    """What one rank says of its shards: nothing new, all of them, or why it has none that can be read."""
 
-    none: bool = False
+    none: str = ""
     shards: RankShards | None = None
 
 
 class DirectExports:
     """This rank's shards where they lie, and what the other ranks said of theirs."""
 
-    def __init__(self, source: WeightSource, group: TrainerGroup, manifests: Sequence[Manifest]) -> None:
+    def __init__(
+        self, source: WeightSource, group: TrainerGroup, manifests: Sequence[Manifest], *, insist: bool
+    ) -> None:
         """Move shards into shared memory, once, and exchange where they are. Collective.
 
-        Raises ``LimitError`` when this machine has no room for them, before anything moved.
+        Where this machine has no room for them nothing moves, and this rank has no shards; with ``insist`` that is a
+        ``LimitError`` instead.
         """
-        self._source = source
         self._group = group
         self._manifests = manifests
-        self._exported = export_shards(source)
+        self._exported = None
+        self._why_none = "its source has no shards that last"
+        try:
+            self._exported = export_shards(source)
+        except LimitError as error:
+            if insist:
+                raise
+            self._why_none = error.message
+        #: Counts the changes of where any rank's shards lie, so that a plan made before one is known to be old.
+        self.generation = 0
         self._fresh = True
         self._said: list[_Said] = [_Said() for _ in manifests]
         self.refresh()
 
     @property
-    def usable(self) -> bool:
-        """Whether every trainer rank has shards that last."""
-        return not any(said.none for said in self._said)
+    def unusable(self) -> str:
+        """Why not every trainer rank has shards that can be read where they lie; empty when they all have."""
+        return next((f"trainer rank {rank}: {said.none}" for rank, said in enumerate(self._said) if said.none), "")
 
-    def refresh(self) -> bool:
-        """Export anew what moved, copy what is packed, and tell the others. Collective.
-
-        Returns whether any rank's shards lie elsewhere than at the last call.
-        """
+    def refresh(self) -> None:
+        """Export anew what moved, copy what is packed, and tell the others. Collective."""
         if self._exported is None:
-            mine = _Said(none=True)
+            mine = _Said(none=self._why_none)
         else:
             moved = self._exported.renew() or self._fresh
             self._exported.refresh()
             mine = _Said(shards=self._exported.rows if moved else None)
         self._fresh = False
-        changed = False
+        before = list(self._said)
         for rank, reply in enumerate(self._group.exchange(msgspec.msgpack.encode(mine), "where shards lie")):
             said = msgspec.msgpack.decode(reply, type=_Said)
             if said.none or said.shards is not None:
-                changed = changed or said != self._said[rank]
                 self._said[rank] = said
-        return changed
+        self.generation += self._said != before
 
     def say_again(self) -> None:
         """After a push that failed half-way nobody knows who heard what."""
         self._fresh = True
-
-    def versions(self) -> tuple[int, ...]:
-        """How often this rank's shards were written so far, as far as torch counts it."""
-        return self._source.versions()
-
-    def check_unchanged(self, before: tuple[int, ...]) -> None:
-        """Raise ``SourceError`` when a shard was written, or its file replaced, since ``before``."""
-        if self._source.versions() != before:
-            raise SourceError(
-                f"trainer rank {self._group.rank} changed its weights, or the files that they are in, while they were "
-                "being read: push returns when they may change again, and an optimizer step must wait for it"
-            )
 
     @property
     def handles(self) -> list[tuple[Handle, ...]]:
@@ -104,6 +99,27 @@ class DirectExports:
             for name, reason in (said.shards.staged if said.shards is not None else {}).items():
                 reasons.setdefault(name, f"on trainer rank {rank}: {reason}")
         return reasons
+
+    def in_files(self) -> set[str]:
+        """The tensors of which some rank holds a part in a file."""
+        found: set[str] = set()
+        for said, manifest in zip(self._said, self._manifests, strict=True):
+            rows = said.shards or RankShards()
+            files = {number for number, handle in enumerate(rows.handles) if isinstance(handle, FileHandle)}
+            if files:
+                lying = zip(rows.tensors, rows.segments, strict=True)
+                found.update(manifest.names[tensor] for tensor, segment in lying if segment in files)
+        return found
+
+    def held(self) -> dict[str, str]:
+        """The tensors whose shards have another dtype than the manifest says, with the shards' dtype."""
+        found: dict[str, str] = {}
+        for said, manifest in zip(self._said, self._manifests, strict=True):
+            rows = said.shards or RankShards()
+            for tensor, dtype in zip(rows.tensors, rows.dtypes, strict=True):
+                if dtype != manifest.dtypes[tensor]:
+                    found[manifest.names[tensor]] = dtype
+        return found
 
     def columns(self, manifest: Manifest) -> Shards:
         """All ranks' shards of the tensors of ``manifest``, as columns."""
@@ -143,15 +159,24 @@ class Ways:
     reasons: dict[str, str]
 
 
-def choose_ways(manifest: Manifest, staged: Mapping[str, str], wanted: Sequence[Wanted]) -> Ways:
+def choose_ways(
+    manifest: Manifest, staged: Mapping[str, str], held: Mapping[str, str], wanted: Sequence[Wanted]
+) -> Ways:
     """Which tensors of ``manifest`` every worker that wants them can copy by itself from where they lie.
 
-    A tensor goes one way for the whole fleet. Workers that fill modules whole have all tensors of a module go the same.
+    ``staged`` has those that cannot be read there, with the reason, and ``held`` those whose shards have another dtype
+    than the manifest. A tensor goes one way for the whole fleet. Workers that fill modules whole have all tensors of a
+    module go the same.
     """
     reasons = dict(staged)
     for worker in wanted:
         for index, reason in worker.reasons:
             reasons.setdefault(manifest.names[index], reason)
+        for index, destination in worker.casts:
+            name, declared = manifest.names[index], manifest.dtypes[index]
+            refused = uncastable(held.get(name, declared), declared, destination)
+            if refused:
+                reasons.setdefault(name, refused)
     spread = True
     while spread:
         spread = False
@@ -159,13 +184,38 @@ def choose_ways(manifest: Manifest, staged: Mapping[str, str], wanted: Sequence[
             if not worker.whole_modules:
                 continue
             modules = [name.rpartition(".")[0] for name in worker.parameters.names]
-            held = [(manifest.names[t], modules[d]) for t, d in zip(worker.tensors, worker.destinations, strict=True)]
-            mixed = {module: reasons[name] for name, module in held if name in reasons}
-            for name, module in held:
+            fills = [(manifest.names[t], modules[d]) for t, d in zip(worker.tensors, worker.destinations, strict=True)]
+            mixed = {module: reasons[name] for name, module in fills if name in reasons}
+            for name, module in fills:
                 if module in mixed and name not in reasons:
                     reasons[name] = f"its module {module} goes through the loader: {mixed[module]}"
                     spread = True
     return Ways(tuple(name for name in manifest.names if name not in reasons), reasons)
+
+
+#: The dtypes that are rounded into one another, with the bits of their exponents.
+_EXPONENT_BITS = {"float64": 11, "float32": 8, "bfloat16": 8, "float16": 5}
+
+
+def can_round(held: str, destination: str) -> bool:
+    """Whether turning ``held`` into ``destination`` is rounding, or makes room."""
+    return held in _EXPONENT_BITS and destination in _EXPONENT_BITS
+
+
+def uncastable(held: str, declared: str, destination: str) -> str:
+    """Why a copy must not turn ``held`` into ``destination`` on its own; empty when it may.
+
+    ``declared`` is the dtype that the manifest says, and ``destination`` another one. A cast rounds once, between
+    floating dtypes, and nobody is surprised by it: what was declared otherwise, or would overflow where the wider dtype
+    has room, has to be declared.
+    """
+    if held != declared:
+        return f"it is held as {held} and declared as {declared}, and a worker keeps {destination}: rounded twice"
+    if not can_round(held, destination):
+        return f"{held} is not turned into {destination} by rounding"
+    if _EXPONENT_BITS[destination] < _EXPONENT_BITS[held]:
+        return f"{destination} has a smaller range than {held}, so that a value might become infinite"
+    return ""
 
 
 def plan_of(manifest: Manifest, shards: Shards, wanted: Sequence[Wanted], direct: Sequence[str]) -> Plan:

@@ -23,8 +23,10 @@ from rankcast.wire.reports import Fault, Report, Touched, Wanted
 class Engine:
     """One control-plane endpoint and the workers behind it.
 
-    ``nonces`` are what its workers' claims must carry, by rank as text. ``paused_by_us`` says that resuming it is up to
-    this trainer, ``paused_by_user`` that it was found paused by somebody else. ``calls`` counts optional calls.
+    ``nonces`` are what its workers' claims must carry, by rank as text. ``meetings`` counts how often they said what
+    they take, so that whatever was made of an earlier answer is known to be old. ``paused_by_us`` says that resuming it
+    is up to this trainer, ``paused_by_user`` that it was found paused by somebody else. ``calls`` counts optional
+    calls.
     """
 
     client: WeightSyncClient
@@ -34,6 +36,7 @@ class Engine:
     wanted: dict[int, Wanted] = field(default_factory=dict)
     nonces: dict[str, str] = field(default_factory=dict)
     plan_hashes: dict[int, str] = field(default_factory=dict)
+    meetings: int = 0
     paused_by_us: bool = False
     paused_by_user: bool = False
     calls: int = 0

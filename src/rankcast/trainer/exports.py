@@ -8,7 +8,7 @@ cannot be computed alike (handles) is exchanged, and only when it changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 import torch
@@ -22,6 +22,8 @@ from rankcast.trainer.sources.base import WeightSource
 from rankcast.trainer.sources.exported import Remembered
 from rankcast.trainer.staging import BUFFERS, Staging, fills_again, locations
 from rankcast.transports.live import SharedMemoryMap, handle_for
+from rankcast.transports.segment import OpenedSegment
+from rankcast.transports.shm import open_handle
 from rankcast.wire.handles import Handle
 
 
@@ -265,6 +267,34 @@ class Exports:
         segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers, bucket_bytes=self._bucket_bytes)
         clamped = tuple(min(segment, len(handles) - 1) for segment in segments)
         return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(handles)
+
+    def owned(self, turn: int, rank: int) -> list[str]:
+        """The tensors that come with round ``turn`` out of trainer rank ``rank``, by name."""
+        return [self.rest.names[index] for index in self._owned(turn, rank)]
+
+    def lying(self, turn: int, rank: int) -> Iterator[torch.Tensor]:
+        """The bytes of each of ``owned``, where ``rank`` is this rank and the round is staged."""
+        placed, handles = self._placed()
+        assert self.staging is not None, "refresh comes first"
+        opened: dict[int, OpenedSegment] = {}
+        try:
+            for index in self._owned(turn, rank):
+                memory = self.staging.lying(index)
+                size, segment = self.rest.sizes[index], placed.segments[index]
+                if memory is None and not size:
+                    memory = torch.empty(0, dtype=torch.uint8)
+                if memory is None:
+                    if segment not in opened:
+                        opened[segment] = open_handle(handles[segment])
+                    memory = opened[segment].tensor("uint8", (size,), placed.offsets[index])
+                yield memory
+        finally:
+            for one in opened.values():
+                one.close()
+
+    def _owned(self, turn: int, rank: int) -> list[int]:
+        rounds = self.rounds.rounds
+        return [i for i, owner in enumerate(self._owners) if owner == rank and rounds[i] == turn]
 
     def fills_again(self, turn: int) -> bool:
         """Whether round ``turn`` may be staged only once the round before it is installed everywhere."""

@@ -63,6 +63,11 @@ class Fleet:
         """Every worker of every engine, by engine and rank."""
         return [(engine, engine.workers[rank]) for engine in self.engines for rank in sorted(engine.workers)]
 
+    @property
+    def meetings(self) -> tuple[int, ...]:
+        """How often each engine was met: whoever made something of what workers said keeps this beside it."""
+        return tuple(engine.meetings for engine in self.engines)
+
     @contextlib.contextmanager
     def ending(self, *, patient: bool = False) -> Iterator[None]:
         """Within it the calls are those that end a failed session: nobody's failure stops them, and they are short.

@@ -23,14 +23,15 @@ from rankcast.wire.reports import Report
 class Lead:
     """Speaks to the fleet for all trainer ranks."""
 
-    def __init__(self, speaker: Speaker, *, mode: str, transport: str, lease: float) -> None:
+    def __init__(self, speaker: Speaker, *, mode: str, lease: float, digests: bool) -> None:
         self.fleet = speaker.fleet
         self.serves_old = True
         #: Engines that the last abort did not reach, so that a session may still be open there.
         self.unreached: list[Engine] = []
         self._speaker = speaker
         self._mode = mode
-        self._transport = transport
+        self._transport = "shm"
+        self._digests = digests
         self._lease = lease
         self._session = ""
         self._version = ""
@@ -139,11 +140,13 @@ class Lead:
         """Open the session on every worker."""
         self._raise(self._ask("start", lambda engine: engine.client.start_weight_update()))
 
-    def prepare(self, shares: Mapping[tuple[str, int], Share], installs: int) -> None:
+    def prepare(self, shares: Mapping[tuple[str, int], Share], installs: int, planes: Sequence[str]) -> None:
         """Tell every worker the whole session; returns when all of them have proved theirs.
 
         ``shares`` has what each worker, by engine id and rank, is to receive; in ``broadcast`` they are all the same.
+        ``planes`` are the transports of all of them. One that does not route is said; of others any one says as much.
         """
+        self._transport = next(iter(planes), "shm")
         self._shares = shares
         self._installs = installs
 
@@ -172,6 +175,7 @@ class Lead:
             connection=self._speaker.connection,
             mode=self._mode,
             transport=self._transport,
+            digests=self._digests,
             installs=self._installs,
             plan_hash=share.hash,
             schedule=None if known else share.schedule,

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rankcast.errors import UnsupportedError
-from rankcast.manifest import Manifest
+from rankcast.errors import DigestError, UnsupportedError
+from rankcast.manifest import Manifest, listed
 from rankcast.plan.schedule import Placed
 from rankcast.telemetry.progress import StageClock
 from rankcast.telemetry.report import PushReport, WorkerRow
-from rankcast.trainer.engine import Engine, refuse
+from rankcast.trainer.digests import Checking
+from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.lead import Lead
 from rankcast.trainer.meeting import Scope, meet
 from rankcast.trainer.pausing import pause, reset_caches, resume
@@ -24,6 +25,7 @@ from rankcast.trainer.shares import Share
 from rankcast.trainer.speaker import Speaker
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
+from rankcast.wire.reports import Fault
 
 #: The modes in which workers say which boxes they want, so that tensors can go by route.
 ROUTED = ("auto", "direct")
@@ -45,26 +47,32 @@ class Leading:
         transport: str,
         pause_mode: str | None,
         lease: float,
+        digests: bool,
     ) -> None:
-        self.lead = Lead(speaker, mode=mode, transport=transport, lease=lease)
+        self.lead = Lead(speaker, mode=mode, lease=lease, digests=digests)
+        self.checking: Checking | None = None
         self.kind = kind
-        self.planning = Planning(speaker.fleet, manifest, mode=mode)
+        self.planning = Planning(speaker.fleet, manifest, mode=mode, transport=transport)
         self.total_bytes = 0
         self._speaker = speaker
         self._fleet = speaker.fleet
         self._scope = scope
         self._mode = mode
-        self._transport = transport
         self._pause = pause_mode
         self._version = ""
         self._manifest = manifest
         self._installs = 0
+        self._turn = 0
         self._open = False
         self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
         self._carried: Counter[tuple[str, int]] = Counter()
         self._before = (0, 0, 0)
         self._shares: Mapping[tuple[str, int], Share] = {}
+        #: What the fleet served when the last push ended, in words.
+        self._standing = "every worker serves what it had"
+        #: The meetings since which every worker has opened what is exported.
+        self._opened_by = speaker.fleet.meetings
 
     @classmethod
     def meet(
@@ -76,6 +84,7 @@ class Leading:
         transport: str,
         pause_mode: str | None,
         lease: float,
+        digests: bool,
     ) -> Leading:
         """Meet the fleet, and find out by a probe how its workers can open what this trainer exports.
 
@@ -95,6 +104,7 @@ class Leading:
                     transport=transport,
                     pause_mode=pause_mode,
                     lease=lease,
+                    digests=digests,
                 )
             why[kind] = f"{met.shut[0]}: {met.shut[1]}"
         raise UnsupportedError(
@@ -102,30 +112,26 @@ class Leading:
             f"({why['shm']}) nor under /dev/shm ({why['shm_name']}): run both on one host as one user"
         )
 
-    def open(self, version: str, *, moved: bool) -> bool:
-        """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
-
-        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left. ``moved``
-        says that shards lie elsewhere than at the last push.
-        """
+    def begin(self, version: str) -> None:
+        """A push of ``version`` begins on every trainer rank; nothing is said to the fleet yet."""
         self._version = version
         self._seconds.clear()
         self._carried.clear()
         self._published = False
         self._before = self._counters()
         self._fleet.worker_calls = 0
+
+    def open(self) -> bool:
+        """Claim, pause and start; returns whether workers were met anew, which have nothing open of what is exported.
+
+        The claim comes first: an engine that a dead trainer had paused is known by the claim that it left.
+        """
         self._open = True
-        met: list[Engine] = []
-
-        def meet_again(engines: Sequence[Engine]) -> None:
-            met.extend(engines)
-            self._meet_again(engines)
-
-        self.lead.claim(version, meet_again)
-        self.planning.renew(met=bool(met), moved=moved)
-        refuse(pause(self._fleet, self._pause), f"push of {version!r} refused: an engine could not be paused")
+        self.lead.claim(self._version, self._meet_again)
+        self.planning.renew()
+        refuse(pause(self._fleet, self._pause), f"push of {self._version!r} refused: an engine could not be paused")
         self.lead.start()
-        return bool(met)
+        return self._opened_by != self._fleet.meetings
 
     def _meet_again(self, engines: Sequence[Engine]) -> None:
         """Workers that restarted or joined late get the manifest again, and then everything."""
@@ -143,22 +149,34 @@ class Leading:
         self._shares = self.planning.shares(rest, placed, handles)
         programs = 1 if self.planning.ways.direct else 0
         self._installs = programs + placed.installs
-        self.lead.prepare(self._shares, self._installs)
+        self.lead.prepare(self._shares, self._installs, self.planning.planes)
+        self._opened_by = self._fleet.meetings
         self.total_bytes = sum(share.nbytes for share in self._shares.values())
         return programs
 
     def install(self, turn: int, done: int) -> int:
         """Send a round; returns ``done`` plus the bytes that workers were told to read with it."""
+        self._turn = turn
         self.lead.install(turn)
         return done + sum(share.nbytes_by_install[turn] for share in self._shares.values())
 
     def installed(self) -> None:
-        """Wait for the round under way."""
+        """Wait for the round under way. Raises ``PushError`` also when a worker took other bytes than a rank had."""
+        faults: list[WorkerFault] = []
         for engine, report in self.lead.installed():
             who = (engine.id, report.worker.rank)
             self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
             if report.tensors or report.nbytes:
                 self._carried[who] += 1
+            if self.checking is not None:
+                odd = self.checking.differing(who, self._shares[who], self._turn, report.digests)
+                if odd:
+                    text = (
+                        f"took other bytes of {listed(odd)} than the trainer had when the push began: something wrote "
+                        "them meanwhile; push again"
+                    )
+                    faults.append(WorkerFault(engine.where, report.worker.label, Fault(DigestError.code, text, odd[0])))
+        refuse(faults, f"push of {self._version!r} failed")
 
     def finish(self) -> None:
         """Every worker of every engine attests."""
@@ -176,6 +194,7 @@ class Leading:
             "published: a cache was not reset",
         )
         self._open, self._published = False, True
+        self._standing = f"every worker serves {self._version!r}"
         stuck = resume(self._fleet)
         released = self.lead.release(published=True).faults
         for engine in self._fleet.engines:
@@ -191,11 +210,12 @@ class Leading:
         """
         try:
             if self._published:
-                return f"every worker serves {self._version!r}; what did not resume stays paused"
+                return f"{self._standing}; what did not resume stays paused"
             if not self._open:
-                return "no session was open: every worker serves what it had"
+                return f"nothing was said to the fleet: {self._standing}"
             with self._fleet.ending():
-                return self._end(reason)
+                self._standing = self._end(reason)
+                return self._standing
         except Exception as error:
             return f"the fleet could not be told to abort ({type(error).__name__}: {error}): ask rankcast status"
 
@@ -240,7 +260,7 @@ class Leading:
         return PushReport(
             weight_version=self._version,
             mode=self._mode,
-            transport=self._transport,
+            transport="+".join(self.planning.planes),
             seconds=clock.elapsed,
             stage_seconds=dict(clock.seconds),
             rounds=self._installs,

@@ -41,7 +41,8 @@ def meet(
 
     With ``wanted`` it also says which boxes of them it wants, and where. ``engines`` are those to meet (default: all);
     what must hold is looked at for the whole fleet. Raises ``PushError`` listing every fault: unknown tensors, wrong
-    shapes or dtypes, parameters left incomplete.
+    shapes or dtypes, parameters left incomplete. Workers that were refused, or that cannot open the probe, stay
+    strangers: a claim must not find them known.
     """
     fleet = speaker.fleet
 
@@ -65,12 +66,17 @@ def meet(
     for engine in asked:
         reports = replies.of(engine)
         engine.meet(reports)
-        engine.nonces = {str(r.worker.rank): r.nonce for r in reports}
+        engine.nonces = {}
+        engine.meetings += 1
         engine.touched = {r.worker.rank: r.touched for r in reports if r.touched is not None}
         engine.wanted = {r.worker.rank: r.wanted for r in reports if r.wanted is not None}
         engine.plan_hashes = {}
     shut = next(((r.worker.label, r.unreachable) for _, r in replies.reports if not r.opened), None)
-    return Met(_scope(fleet.engines, manifest), shut)
+    met = Met(_scope(fleet.engines, manifest), shut)
+    if shut is None:
+        for engine in asked:
+            engine.nonces = {str(report.worker.rank): report.nonce for report in replies.of(engine)}
+    return met
 
 
 def _scope(engines: Sequence[Engine], manifest: Manifest) -> Scope:

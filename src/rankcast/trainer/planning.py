@@ -14,62 +14,89 @@ from rankcast.manifest import Manifest, listed
 from rankcast.plan.routes import Plan
 from rankcast.plan.schedule import Placed
 from rankcast.telemetry.report import WayRow
-from rankcast.trainer.direct import DirectExports, Ways, choose_ways, plan_of
+from rankcast.trainer.direct import DirectExports, Ways, can_round, choose_ways, plan_of
 from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.shares import Routes, Share, cut_share
-from rankcast.wire.handles import Handle
+from rankcast.wire.handles import Handle, plane_of
 from rankcast.wire.reports import Fault, Wanted
+
+#: Why nothing goes by route where that was not even tried.
+UNREADABLE = "workers cannot open this trainer's memory where it lies"
+_LYING = {"shm": "memory", "file": "a file"}
 
 
 class Planning:
     """Shares for a fleet; ``direct`` is None in modes in which nothing goes by route."""
 
-    def __init__(self, fleet: Fleet, manifest: Manifest, *, mode: str) -> None:
+    def __init__(self, fleet: Fleet, manifest: Manifest, *, mode: str, transport: str) -> None:
         self.plan: Plan | None = None
         self.ways = Ways((), {})
         self._fleet = fleet
         self._manifest = manifest
         self._mode = mode
+        self._transport = transport
+        self._planes: tuple[str, ...] = ()
         self._direct: DirectExports | None = None
         self._shares: dict[tuple[str, int], Share] = {}
         self._rows: tuple[WayRow, ...] = ()
-        self._made_of: tuple[Placed, tuple[Handle, ...]] | None = None
+        self._made_of: tuple[Placed, tuple[Handle, ...], tuple[int, ...]] | None = None
+        self._planned_for: tuple[int, tuple[int, ...]] | None = None
 
     def use(self, direct: DirectExports) -> Ways:
         """Plan with ``direct``; returns which tensors go which way.
 
-        Raises ``ManifestError`` when a worker wants what no rank holds, and in mode ``direct`` ``UnsupportedError``
-        with the reasons of the tensors that cannot go by route.
+        Raises ``ManifestError`` when a worker wants what no rank holds, and in mode ``direct``, and for transport
+        ``file``, ``UnsupportedError`` with the reasons of the tensors that cannot go that way.
         """
-        if direct.usable:
-            self.ways = choose_ways(self._manifest, direct.staged(), self._wanted())
+        if direct.unusable:
+            self.ways = Ways((), dict.fromkeys(self._manifest.names, direct.unusable))
         else:
-            why = "a trainer rank's source has no shards that last"
-            self.ways = Ways((), dict.fromkeys(self._manifest.names, why))
-        if self._mode == "direct" and self.ways.reasons:
+            self.ways = self._choose(direct)
+        self.refuse_casts()
+        insisted = {"mode": self._mode == "direct", "transport": self._transport == "file"}
+        for option in (option for option, insists in insisted.items() if insists and self.ways.reasons):
             name, reason = next(iter(self.ways.reasons.items()))
+            value = getattr(self, f"_{option}")
             raise UnsupportedError(
-                f"mode='direct', but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; use mode='auto'",
+                f"{option}={value!r}, but {listed(self.ways.reasons)} cannot go by route; {name}: {reason}; "
+                f"use {option}='auto'",
                 tensor=name,
             )
-        self._refuse_casts()
         self._direct = direct if self.ways.direct else None
         if self._direct is not None:
             self._replan(self._direct)
         return self.ways
 
-    def _refuse_casts(self) -> None:
-        """A loader would cast without a word, and where it does so is not ours to prove."""
+    def _choose(self, direct: DirectExports) -> Ways:
+        staged = direct.staged()
+        if self._transport != "auto":
+            files = direct.in_files()
+            for name in self._manifest.names:
+                lies = "file" if name in files else "shm"
+                if lies != self._transport:
+                    staged.setdefault(name, f"transport={self._transport!r}, and it lies in {_LYING[lies]}")
+        return choose_ways(self._manifest, staged, direct.held(), self._wanted())
+
+    def refuse_casts(self) -> None:
+        """Raise ``PushError`` for a tensor that is not to go by route and has another dtype than a worker's parameter.
+
+        A loader would cast without a word, and where it does so is not ours to prove.
+        """
         direct = set(self.ways.direct)
         for engine, worker in self._fleet.workers():
             for index, dtype in engine.wanted[worker.rank].casts:
                 row = self._manifest.row(index)
                 if row.name not in direct:
+                    why = self.ways.reasons.get(row.name, UNREADABLE)
+                    cure = (
+                        f"declare the wire dtype at the source, for example ModuleSource(model, dtype=torch.{dtype})"
+                        if can_round(row.dtype, dtype)
+                        else f"give the source a {dtype} tensor of that name"
+                    )
                     text = (
                         f"{row.name} is {row.dtype} at the trainer but {dtype} in the worker, and goes through the "
-                        f"loader ({self.ways.reasons[row.name]}): declare the wire dtype at the source, for example "
-                        f"ModuleSource(model, dtype=torch.{dtype})"
+                        f"loader ({why}): {cure}"
                     )
                     refuse(
                         [WorkerFault(engine.where, worker.label, Fault("manifest", text, row.name))], "connect refused"
@@ -82,17 +109,16 @@ class Planning:
         shards = direct.columns(self._manifest)
         self.plan = plan_of(self._manifest, shards, self._wanted(), self.ways.direct)
         self._made_of = None
+        self._planned_for = (direct.generation, self._fleet.meetings)
 
-    def renew(self, *, met: bool, moved: bool) -> None:
-        """Make the plan again when workers were met anew or shards moved; raises as ``use`` does.
+    def renew(self) -> None:
+        """Make the plan again when workers were met anew or shards moved since it was made; raises as ``use`` does.
 
         A worker that turns out to want tensors another way than was agreed at connect is an ``UnsupportedError``.
         """
-        if met:
-            self._made_of = None
-        if self._direct is None or not (met or moved):
+        if self._direct is None or self._planned_for == (self._direct.generation, self._fleet.meetings):
             return
-        ways = choose_ways(self._manifest, self._direct.staged(), self._wanted())
+        ways = self._choose(self._direct)
         if set(ways.direct) != set(self.ways.direct):
             odd = sorted(set(ways.direct) ^ set(self.ways.direct))
             raise UnsupportedError(f"{listed(odd)} cannot go the way that was agreed at connect: connect again")
@@ -100,10 +126,13 @@ class Planning:
 
     def shares(self, rest: Manifest, placed: Placed, staged: tuple[Handle, ...]) -> Mapping[tuple[str, int], Share]:
         """What each worker, by engine id and rank, receives: ``rest`` by schedule, all else by program."""
-        if self._made_of is None or self._made_of[0] is not placed or self._made_of[1] is not staged:
+        of = self._made_of
+        if of is None or of[0] is not placed or of[1] is not staged or of[2] != self._fleet.meetings:
             self._shares = self._cut(rest, placed, staged)
             self._rows = self._count(rest)
-            self._made_of = (placed, staged)
+            handles = {handle for share in self._shares.values() for handle in share.handles}
+            self._planes = tuple(sorted({plane_of(handle) for handle in handles}))
+            self._made_of = (placed, staged, self._fleet.meetings)
         return self._shares
 
     def _cut(self, rest: Manifest, placed: Placed, staged: Sequence[Handle]) -> dict[tuple[str, int], Share]:
@@ -133,6 +162,11 @@ class Planning:
         return tuple(rest.index[names[i]] for i in touched if names[i] in rest.index)
 
     @property
+    def planes(self) -> tuple[str, ...]:
+        """The transports of the last shares: ``shm``, ``file`` or both."""
+        return self._planes
+
+    @property
     def way_rows(self) -> tuple[WayRow, ...]:
         """How many tensors and bytes of the last shares go which way, and why."""
         return self._rows
@@ -152,7 +186,7 @@ class Planning:
         way = "broadcast" if self._mode == "broadcast" else "ranklocal"
         untried = f"mode={self._mode!r}"
         if self._mode not in ("broadcast", "ranklocal"):
-            untried = "workers cannot open this trainer's memory where it lies"
+            untried = UNREADABLE
         tensors: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for index, name in enumerate(rest.names):

@@ -7,10 +7,8 @@ kept until what it was cut from changes, so that a push in the steady state name
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from rankcast.manifest import Manifest
@@ -19,6 +17,7 @@ from rankcast.plan.rows import WorkerRoutes
 from rankcast.plan.schedule import Placed, cut_schedule
 from rankcast.wire.bodies import Program, Schedule
 from rankcast.wire.handles import Handle
+from rankcast.wire.plan_digest import plan_digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +64,8 @@ def cut_share(
         program, own, nbytes, tensors = _program(routes, len(handles))
         handles += own
         moved = (nbytes,)
-    state = hashlib.blake2b(digest_size=16)
-    for part in (cut.schedule, program, tuple(handles)):
-        state.update(msgspec.json.encode(part))
     return Share(
-        hash=state.hexdigest(),
+        hash=plan_digest(cut.schedule, program, handles),
         schedule=cut.schedule,
         program=program,
         handles=tuple(handles),

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import torch
+
 from rankcast.errors import SourceError
 from rankcast.manifest import Manifest
 from rankcast.plan.rounds import ALIGNMENT, Rounds
@@ -127,6 +129,14 @@ class Staging:
                 tensor=weight.meta.name,
             )
         return index
+
+    def lying(self, index: int) -> torch.Tensor | None:
+        """The bytes of tensor ``index`` in their buffer, once it is staged; ``None`` when it is not staged here."""
+        buffer = self._buffers[self._places[self._rounds.rounds[index]]]
+        if not self._mine[index] or buffer is None:
+            return None
+        start = self._rounds.offsets[index]
+        return buffer.memory[start : start + self._manifest.sizes[index]]
 
     def end(self) -> None:
         """Leave the pass, finished or not; a generator behind it is closed."""

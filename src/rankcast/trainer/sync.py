@@ -18,10 +18,13 @@ from rankcast.errors import PushError, RankcastError, StateError, TrainerError
 from rankcast.plan.routes import Plan
 from rankcast.telemetry.progress import Progress, ProgressCallback, Stage, StageClock
 from rankcast.telemetry.report import PushReport
+from rankcast.trainer.digests import Checking
 from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.leading import Leading
+from rankcast.trainer.sources.base import WeightSource
+from rankcast.trainer.watch import Watch
 
 _LOG = logging.getLogger("rankcast")
 
@@ -35,17 +38,21 @@ class Sync:
     def __init__(
         self,
         group: TrainerGroup,
+        source: WeightSource,
         exports: Exports,
         leading: Leading | None,
         direct: DirectExports | None,
+        checking: Checking | None,
         progress: ProgressCallback | None,
         closing: contextlib.ExitStack,
     ) -> None:
         """``closing`` has everything that ``close`` gives back; ``leading`` is there on trainer rank 0 only."""
         self._group = group
+        self._source = source
         self._exports = exports
         self._leading = leading
         self._direct = direct
+        self._checking = checking
         self._progress = progress
         self._closing = closing
         self._closed = False
@@ -88,15 +95,18 @@ class Sync:
     def _push(self, version: str, clock: StageClock) -> PushReport:
         group, exports, leading, direct = self._group, self._exports, self._leading, self._direct
         with clock.stage("plan"):
+            if leading is not None:
+                leading.begin(version)
             exports.announce(version)
+            watch = Watch(self._source, group.rank)
             placed, handles = exports.refresh()
-            moved = direct is not None and direct.refresh()
-            before = direct.versions() if direct is not None else ()
+            if direct is not None:
+                direct.refresh()
             staging = exports.staging
             assert staging is not None, "refresh lays out"
         with clock.stage("prepare"):
             if leading is not None:
-                met_anew = leading.open(version, moved=moved)
+                met_anew = leading.open()
             if exports.named:
                 # The names are gone since the last readers had them: who is new needs new ones.
                 said = group.broadcast(b"new" if leading is not None and met_anew else b"", "who is new")
@@ -106,10 +116,11 @@ class Sync:
             programs = leading.prepare(exports.rest, placed, handles) if leading is not None else 0
             group.broadcast(b"", "prepared")
             exports.unlink()
-            if direct is not None:
-                # What changed before the first byte is read costs nobody their old weights.
-                direct.check_unchanged(before)
-                group.gather(b"", "nothing changed before it is read")
+            # What changed before the first byte is read costs nobody their old weights.
+            if self._checking is not None and direct is not None:
+                self._checking.take_shards(direct, leading.planning if leading is not None else None)
+            watch.check()
+            group.gather(b"", "nothing changed before it is read")
         done = 0
         if leading is not None and programs:
             # Every rank has let its shards be read since it said where they lie.
@@ -125,7 +136,10 @@ class Sync:
                     leading.installed()
                 group.broadcast(b"", f"buffer of round {turn} is free")
                 staging.stage(turn)
-                group.gather(b"", f"round {turn} is staged")
+                if self._checking is not None:
+                    self._checking.take_round(exports, turn, f"round {turn} is staged")
+                else:
+                    group.gather(b"", f"round {turn} is staged")
             if leading is not None:
                 with clock.stage("install"):
                     leading.installed()
@@ -134,11 +148,10 @@ class Sync:
         if leading is not None:
             with clock.stage("install"):
                 leading.installed()
-        if direct is not None:
-            with clock.stage("check"):
-                group.broadcast(b"", "installed")
-                direct.check_unchanged(before)
-                group.gather(b"", "nothing changed while it was read")
+        with clock.stage("check"):
+            group.broadcast(b"", "installed")
+            watch.check()
+            group.gather(b"", "nothing changed while it was read")
         if leading is not None:
             with clock.stage("check"):
                 leading.finish()

@@ -146,10 +146,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prepare(_Entry, frozen=True, tag="prepare"):
     """The whole session for this worker, before any data: nothing is written for it.
 
-    ``plan_hash`` names schedule, program and handles together; they are absent when the worker has said that it holds
-    them, so that a message of the steady state is constant in size.
+    ``plan_hash`` names schedule, program and handles together, by ``plan_digest``, which the worker computes as well.
+    They are absent when the worker has said that it holds them, so that a message of the steady state is constant in
+    size.
     ``installs`` is how many install messages follow; where there is a program the first of them runs it, and the
-    schedule's rounds count from there.
+    schedule's rounds count from there. ``digests`` asks for digests of what each install brings.
     """
 
     connection: str
@@ -160,6 +161,7 @@ class Prepare(_Entry, frozen=True, tag="prepare"):
     schedule: Schedule | None
     handles: tuple[Handle, ...] | None
     program: Program | None = None
+    digests: bool = False
 
 
 class Install(_Entry, frozen=True, tag="install"):

@@ -74,6 +74,11 @@ def check_format(handle: Handle) -> None:
         )
 
 
+def plane_of(handle: Handle) -> str:
+    """The transport that opens a handle: ``file``, or ``shm`` for memory however it is named."""
+    return "file" if isinstance(handle, FileHandle) else "shm"
+
+
 def kind_of(handle: Handle) -> str:
     """The kind of a handle, as its record says it."""
     return str(handle.__struct_config__.tag)

@@ -87,7 +87,10 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``nbytes`` count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable``
     why not. ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never
     gave back. ``orphaned`` says that some trainer's claim ended so, or was aborted, and that it never said that nothing
-    was left paused; it stays set until one does.
+    was left paused; it stays set until one does. ``wrote`` says of a finish that the session gave this worker its
+    weights, and is true as well where there is no parameter to give any to. ``digests`` has, where prepare asked for
+    them, those of what an install brought: one for each route of the program, or for each tensor of the round, in their
+    order (``transports.digest``).
     """
 
     protocol: int = PROTOCOL
@@ -108,6 +111,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     repeated: bool = False
     ended: bool = False
     orphaned: bool = False
+    wrote: bool = False
     tensors: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -116,3 +120,4 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     touched: Touched | None = None
     wanted: Wanted | None = None
     unsent: int = 0
+    digests: str = ""

@@ -107,6 +107,38 @@ def test_pause_abort_ends_requests_in_flight_with_the_tokens_they_have(at_first)
     assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 
 
+def test_a_session_that_leaves_one_worker_out_is_refused_and_the_engine_serves_nothing_until_a_whole_one(
+    at_first, second
+):
+    update(at_first, second, "second")
+    for left_out in (0, 1):
+        with bare_payload(second.weights) as payload:
+            entries = [payload, payload]
+            entries[left_out] = {"names": []}
+            at_first.call("start")
+            assert [report.faults for report in at_first.call("update", entries)] == [(), ()]
+            with pytest.raises(StateError, match=rf"nothing for workers \[{left_out}\]"):
+                at_first.finish("third")
+        assert [worker.servable for worker in at_first.workers()] == [False, False]
+        assert at_first.weight_version != "third"
+        with pytest.raises(NotServableError, match="push all weights again"):
+            at_first.generate(PROMPT, 1)
+        # A session that brings nothing to anybody makes nothing whole.
+        at_first.call("start")
+        assert all("send them all" in report.faults[0].message for report in at_first.finish("fourth"))
+        update(at_first, second, "whole")
+        assert at_first.generate(PROMPT, 1).weight_versions == ("whole",)
+
+
+def test_entries_may_be_empty_call_by_call_when_every_worker_gets_its_weights_in_the_session(at_first, second):
+    with bare_payload(second.weights) as payload:
+        at_first.call("start")
+        at_first.call("update", [payload, {"names": []}])
+        at_first.call("update", [{"names": []}, payload])
+        assert [report.faults for report in at_first.finish("second")] == [(), ()]
+    assert at_first.generate(PROMPT, 1).weight_versions == ("second",)
+
+
 def test_resume_is_refused_while_a_session_is_open_and_harmless_when_repeated(at_first):
     at_first.pause("keep")
     at_first.call("start")

@@ -12,8 +12,8 @@ from rankcast.wire.reports import Fault, Report
 FAULT = (Fault("manifest", "wrong"),)
 
 
-def reports(*rows):
-    """One report a worker from (state, servable, faults)."""
+def reports(*rows, wrote=False):
+    """One report a worker from (state, servable, faults); ``wrote`` is of them all."""
     return [
         Report(
             call="x",
@@ -22,13 +22,14 @@ def reports(*rows):
             servable=servable,
             generation=0,
             faults=faults,
+            wrote=wrote,
         )
         for rank, (state, servable, faults) in enumerate(rows)
     ]
 
 
-def both(state, servable=True, faults=()):
-    return reports((state, servable, faults), (state, servable, faults))
+def both(state, servable=True, faults=(), wrote=False):
+    return reports((state, servable, faults), (state, servable, faults), wrote=wrote)
 
 
 def test_a_whole_session_makes_the_engine_unservable_and_servable_again():
@@ -87,13 +88,14 @@ def test_a_finish_on_some_workers_makes_a_mixed_engine_until_all_finish_an_updat
     with pytest.raises(NotServableError, match=r"finish failed on workers \[1\]"):
         standing.check_servable()
     standing.note("start", both("started"))
+    standing.note("update", both("started"))  # with empty entries
     standing.note("finish", both("idle"))
     with pytest.raises(NotServableError, match="different weights"):
         standing.check_servable()
     standing.note("start", both("started"))
     standing.note("update", both("installing", False))
     standing.note("init", both("installing", False))
-    standing.note("finish", both("idle"))
+    standing.note("finish", both("idle", wrote=True))
     standing.check_servable()
 
 

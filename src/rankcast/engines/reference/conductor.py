@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rankcast.engines.agreement import partly_written
 from rankcast.engines.reference import messages
 from rankcast.engines.reference.processes import WorkerProcesses
 from rankcast.engines.reference.request import Request, uncancelled
@@ -181,6 +182,11 @@ class Conductor:
         answers = self._processes.exchange(commands, messages.Answer, seconds=self._call_seconds, together=False)
         reports = [answer.report for answer in answers]
         self.standing.note(call, reports)
+        if call == "finish" and not any(report.faults for report in reports):
+            partly = partly_written(reports)
+            if partly is not None:
+                self._call("disown", None)
+                raise StateError(partly)
         return reports
 
     def _finish(self, weight_version: str | None) -> list[Report]:

@@ -16,6 +16,7 @@ from rankcast.engines.reference.layout import WorkerPlace
 from rankcast.engines.reference.parts import Part, worker_parts
 from rankcast.errors import ManifestError
 from rankcast.geometry import Box
+from rankcast.trace.fingerprint import Fingerprint, class_name, digest
 
 
 class ShardedParameters(nn.Module):
@@ -75,6 +76,15 @@ class ShardedParameters(nn.Module):
                 # Written each time, so that a trace sees which rows are padding and that they are zero by intent.
                 narrowed(self.get_parameter(part.parameter), part.padding).zero_()
         return written
+
+    def trace_fingerprint(self) -> Fingerprint:
+        """What decides where ``load_weights`` puts things: the layout and, by its parts, which expert lies where."""
+        return Fingerprint(
+            model=class_name(self),
+            engine=f"the embedded fleet, torch {torch.__version__}",
+            layout=self.place.label,
+            experts=digest([(name, part.parameter, part.target) for name, part in self._parts.items()]),
+        )
 
     def _target(self, part: Part) -> torch.Tensor:
         # Looked up at each use: a parameter that something replaced must not live on here.

@@ -12,8 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ import msgspec
 from rankcast.engines.reference import messages
 from rankcast.engines.reference.channel import Channel, ChannelClosed, checked
 from rankcast.engines.reference.layout import Layout
+from rankcast.engines.reference.nursery import Child, Nursery
 from rankcast.errors import LimitError, NotServableError, RankcastError
 from rankcast.topology import Worker, check_engine
 from rankcast.wire.reports import error_of
@@ -43,7 +42,8 @@ class WorkerProcesses:
         self.layout = layout
         self.lost: str | None = None
         self.identities: tuple[Worker, ...] = ()
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._nursery: Nursery | None = None
+        self._children: list[Child] = []
         self._channels: list[Channel] = []
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
@@ -59,8 +59,9 @@ class WorkerProcesses:
 
         Raises the error with which a worker failed; then, as on every error, ``close`` is the caller's to call.
         """
+        self._nursery = Nursery(_environment())
         for _ in range(self.layout.workers):
-            self._spawn()
+            self._spawn(self._nursery)
         setups = [
             messages.Setup(
                 checkpoint=checkpoint,
@@ -78,16 +79,10 @@ class WorkerProcesses:
         join = messages.Join(port=hellos[0].port)
         self.exchange([join] * self.layout.workers, messages.Ready, seconds=START_SECONDS, together=True)
 
-    def _spawn(self) -> None:
+    def _spawn(self, nursery: Nursery) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rankcast.engines.reference.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a command line prints on its standard output is for programs to read
-            )
+            child = nursery.spawn(theirs)
         channel = Channel(ours)
         self._selector.register(channel, selectors.EVENT_READ, len(self._children))
         self._children.append(child)
@@ -214,8 +209,10 @@ class WorkerProcesses:
     def _cause(self, rank: int) -> str:
         try:
             code = self._children[rank].wait(LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             return "closed its channel"
+        if code is None:
+            return "ended"
         return f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with {code}"
 
     def end(self) -> None:
@@ -228,13 +225,18 @@ class WorkerProcesses:
         for child in self._children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except TimeoutError:
                 child.kill()
-                child.wait()
+                with contextlib.suppress(TimeoutError):  # it cannot be ended while the kernel works for it
+                    child.wait(LEAVE_SECONDS)
 
     def close(self) -> None:
         """``end``, and let go of the rest."""
         self.end()
+        for child in self._children:
+            child.close()
+        if self._nursery is not None:
+            self._nursery.close()
         self._selector.close()
         self._woken.close()
         self._waker.close()

@@ -28,9 +28,9 @@ class Standing:
     """All workers of one engine.
 
     ``uneven`` says what some workers did in this session and others did not: such a session can only be aborted.
-    ``mixed`` says that some workers finished a session and others did not: the engine serves nothing until a session is
-    finished on all of them. ``weight_version`` is empty between a session that wrote and its publication: the old name
-    would be wrong for what is served then, and the new one is not given yet.
+    ``mixed`` says that some workers finished a session and others did not: the engine serves nothing until a session
+    has brought weights to all of them and is finished on all. ``weight_version`` is empty between a session that wrote
+    and its publication: the old name would be wrong for what is served then, and the new one is not given yet.
     """
 
     def __init__(self, workers: int, weight_version: str = "default") -> None:
@@ -38,7 +38,6 @@ class Standing:
         self.weight_version = weight_version
         self.uneven: str | None = None
         self.mixed: str | None = None
-        self._updated = False
         self._wrote = False
 
     @property
@@ -58,16 +57,14 @@ class Standing:
             self.uneven = None
         if call in ("start", "update") and self.session_open:
             self.uneven = self.uneven or partly
-            self._updated = self._updated or (call == "update" and not failed)
         if call == "finish" and not failed:
-            self.mixed = None if self._updated else self.mixed
+            # Only weights for every worker make them alike again: a session may have brought nothing.
+            self.mixed = None if all(report.wrote for report in reports) else self.mixed
         elif call == "finish" and partly is not None:
             self.mixed = partly
         self._wrote = self._wrote or not all(worker.servable for worker in self.workers)
         if call == "finish" and not failed and self._wrote:
             self.weight_version, self._wrote = "", False
-        if call in ("start", "finish", "abort"):
-            self._updated = False
 
     def check_call(self, call: str) -> None:
         """Raise ``StateError`` for a finish of a session in which workers went different ways."""

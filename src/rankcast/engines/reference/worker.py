@@ -1,4 +1,4 @@
-"""One worker process of the embedded fleet: ``python -m rankcast.engines.reference.worker DESCRIPTOR``.
+"""One worker process of the embedded fleet, from the socket that it is born with.
 
 This module knows how a worker comes up, which command goes to the model and which to the receiver, and that it must not
 outlive its server. It must not know HTTP, other workers' entries, or when a forward pass is due: the server says so.
@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -191,17 +190,14 @@ def die_with(descriptor: int) -> None:
     threading.Thread(target=watch, name="watch-server", daemon=True).start()
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
+    """Serve over ``descriptor`` until the server is gone; does not return."""
     # Ctrl-C at a terminal reaches every process of the fleet: the server's to answer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = socket.socket(fileno=descriptor)
     die_with(connection.fileno())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with contextlib.suppress(ChannelClosed):
         serve(Channel(connection))
     # Not by way of torch's destructors, which may wait for peers that are gone.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

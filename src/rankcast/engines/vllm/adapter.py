@@ -11,6 +11,8 @@ Cures (each was silent garbage with stock vLLM 0.32 on CPU):
 * A tied ``lm_head`` keeps a packed copy of its own that a reload does not renew: it is packed again at the end.
 * Counters and buffered loads of a session that failed are left behind: they are dropped at every begin and abandon.
 * Buffered loads keep references into memory that the trainer reuses: what a batch leaves incomplete is copied.
+* A buffer that no tensor fills is given memory like everything else in its module, and whatever was in that memory
+  replaced the live value: it starts with the live value now.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rankcast.errors import InstallError, UnsupportedError
 from rankcast.process import this_process
 from rankcast.rollout.program import CopyProgram
 from rankcast.topology import Worker, engine_rank
+from rankcast.trace.fingerprint import Fingerprint, class_name, digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,6 +102,28 @@ def check_supported(config: VllmConfig) -> None:
         raise UnsupportedError(f"rankcast does not yet support {'; '.join(wrong)}: serve without it")
 
 
+def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
+    """The model's class, vLLM's version, how it is parallel, and the map of each layer's experts to their slots."""
+    import vllm
+
+    parallel, worker = config.parallel_config, identity(config)
+    maps = []
+    for layer in model.modules():
+        slots = layer.__dict__.get("_expert_map", layer._buffers.get("_expert_map"))
+        if isinstance(slots, torch.Tensor) and not slots.is_meta:
+            maps.append(slots.tolist())
+    return Fingerprint(
+        model=class_name(model),
+        engine=f"vllm {vllm.__version__}",
+        layout=(
+            f"tp {worker.tp} of {parallel.tensor_parallel_size}, pp {worker.pp} of {parallel.pipeline_parallel_size}, "
+            f"dp {worker.dp} of {parallel.data_parallel_size}, ep {worker.ep} "
+            f"({'on' if parallel.enable_expert_parallel else 'off'})"
+        ),
+        experts=digest(maps) if maps else "",
+    )
+
+
 def may_ignore(config: VllmConfig, name: str) -> bool:
     """Whether vLLM's loader passes over checkpoint tensor ``name`` on purpose."""
     hf = config.model_config.hf_config
@@ -157,7 +182,7 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     batch = list(weights)
-    with torch.no_grad(), disable_mtp_completeness_check():
+    with torch.no_grad(), disable_mtp_completeness_check(), _keeping_buffers():
         model.load_weights(iter(batch))
     borrowed = {tensor.untyped_storage().data_ptr() for _, tensor in batch if tensor.numel()}
     for layer in model.modules():
@@ -194,7 +219,7 @@ def copy_by_module(model: torch.nn.Module, program: CopyProgram) -> None:
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    with torch.no_grad():
+    with torch.no_grad(), _keeping_buffers():
         for prefix, layer in model.named_modules():
             info = layerwise.get_layerwise_info(layer)
             own = {name: _joined(prefix, name) for name in layerwise.get_layer_tensors(layer)}
@@ -215,6 +240,46 @@ def copy_by_module(model: torch.nn.Module, program: CopyProgram) -> None:
                 layerwise._layerwise_process(layer, info)
 
 
+def changed_buffers(model: torch.nn.Module) -> frozenset[str]:
+    """Buffers that vLLM's post-processing gave another form, so that their live values are not what it begins with."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    found = set()
+    for prefix, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        live = layer._buffers if info.kernel_tensors is None else info.kernel_tensors[1]
+        for name, loaded in info.restore_metadata[1].items():
+            if not _same_form(loaded, live.get(name)):
+                found.add(_joined(prefix, name))
+    return frozenset(found)
+
+
+@contextlib.contextmanager
+def _keeping_buffers() -> Iterator[None]:
+    """Within, a buffer to which vLLM gives memory starts with its live value, before anything is loaded into it."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    original = layerwise.materialize_layer
+
+    def materialize(layer: torch.nn.Module, info: Any) -> None:
+        waiting = [name for name, buffer in layer._buffers.items() if buffer is not None and buffer.is_meta]
+        original(layer, info)
+        live = info.kernel_tensors[1] if info.kernel_tensors is not None else {}
+        for name in waiting:
+            if _same_form(layer._buffers[name], live.get(name)):
+                layer._buffers[name].copy_(live[name])  # type: ignore[union-attr]  # it was not None above
+
+    layerwise.materialize_layer = materialize
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer = original
+
+
+def _same_form(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and one.dtype == other.dtype
+
+
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
@@ -223,7 +288,7 @@ def finish_reload(model: torch.nn.Module, config: VllmConfig, kernels: MoeKernel
     """Post-process what is complete and put the live tensors back, with the new values."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    with torch.no_grad():
+    with torch.no_grad(), _keeping_buffers():
         layerwise.finalize_layerwise_reload(model, config.model_config)
         _put_back_moe_kernels(kernels)
         _repack_heads(model)

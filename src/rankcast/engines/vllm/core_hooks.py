@@ -14,11 +14,15 @@ from typing import Any
 
 import msgspec
 
+from rankcast.engines.agreement import partly_written
 from rankcast.engines.vllm.plugin import BACKEND
 from rankcast.engines.vllm.worker_hooks import CALLS, Reply
 from rankcast.errors import StateError, UnsupportedError
 from rankcast.session import OPEN
 from rankcast.wire.reports import error_of
+
+#: The engine core's method that answers ``why_not`` to a process that is not the engine core's own.
+WHY_NOT = "rankcast_why_not"
 
 
 def hook_engine_core() -> None:
@@ -27,12 +31,23 @@ def hook_engine_core() -> None:
 
     for cls in (core.EngineCore, core.DPEngineCoreProc):
         if "resume_scheduler" in vars(cls):
-            _wrap(cls, "resume_scheduler", _resume)
-    _wrap(core.EngineCore, "sleep", _sleep)
-    _wrap(core.EngineCore, "collective_rpc", _collective_rpc)
+            wrap(cls, "resume_scheduler", _resume)
+    wrap(core.EngineCore, "sleep", _sleep)
+    wrap(core.EngineCore, "collective_rpc", _collective_rpc)
+    setattr(core.EngineCore, WHY_NOT, why_not)
 
 
-def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
+def why_not(core: Any) -> str | None:
+    """Why nothing may be generated on this engine now, or ``None``."""
+    if getattr(core, "_rankcast_open", False):
+        return "a weight update is open on this engine: finish it or abort it first"
+    if getattr(core, "_rankcast_unservable", False):
+        return "the weights of this engine are incomplete: push again, which makes them whole"
+    return None
+
+
+def wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around(self, original, ...)`` in the place of a method, for engines with this backend; once."""
     original = vars(cls)[name]
     if getattr(original, "rankcast", False):
         return
@@ -49,10 +64,9 @@ def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if getattr(core, "_rankcast_open", False):
-        raise StateError("resume, but a weight update is open on this engine: finish it or abort it first")
-    if getattr(core, "_rankcast_unservable", False):
-        raise StateError("resume, but the weights of this engine are incomplete: push again, which makes them whole")
+    why = why_not(core)
+    if why is not None:
+        raise StateError(f"resume, but {why}")
     return original(*args, **kwargs)
 
 
@@ -80,11 +94,18 @@ def _collective_rpc(
     if method == "start_weight_update":
         _check_quiet(core)
     replies = _read(core, original(method, timeout, args, kwargs))
+    reports = [reply.report for reply in replies]
+    if method == "finish_weight_update" and not any(report.faults for report in reports):
+        partly = partly_written(reports)
+        if partly is not None:
+            # Each worker is content with what it holds: only here is it seen that they hold different weights.
+            _read(core, original("disown_weight_update", timeout, (), None))
+            raise StateError(partly)
     faults = [(reply.report, fault) for reply in replies if not reply.told for fault in reply.report.faults]
     if not faults:
         return None
-    if method in ("update_weights", "finish_weight_update") and not all(
-        reply.report.state == replies[0].report.state for reply in replies
+    if method in ("start_weight_update", "update_weights", "finish_weight_update") and not all(
+        report.state == reports[0].state for report in reports
     ):
         # Some ranks went on and some did not: no rank may be left with another flag than the rest.
         _read(core, original("abort_weight_update", timeout, (), None))

@@ -15,6 +15,8 @@ from rankcast.engines.vllm import adapter
 from rankcast.manifest import Manifest
 from rankcast.rollout.installer import persistent_buffers
 from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.traced_targets import TracedTargets
+from rankcast.trace.fingerprint import Fingerprint
 from rankcast.trace.record import Trace, trace_loader
 
 if TYPE_CHECKING:
@@ -34,18 +36,18 @@ class LayerwiseInstaller:
 
     def trace(self, manifest: Manifest) -> Trace:
         adapter.check_supported(self._config)
-        tied = self._tied
+        tied, fingerprint = self._tied, self.fingerprint()
         with adapter.on_meta(self._model):
-            destinations: dict[str, torch.Tensor] = {
-                **dict(self._model.named_parameters()),
-                **dict(self._model.named_buffers()),
-            }
-            kept = {name: tensor for name, tensor in destinations.items() if name not in tied}
-            return trace_loader(self._model.load_weights, kept, manifest)
+            return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint)
+
+    def fingerprint(self) -> Fingerprint:
+        return adapter.fingerprint(self._model, self._config)
 
     def required(self) -> frozenset[str]:
+        # A buffer that vLLM has changed since cannot be kept, so an update that does not bring it is not complete.
+        changed = adapter.changed_buffers(self._model)
         with adapter.on_meta(self._model):
-            return frozenset(name for name, _ in self._model.named_parameters()) - self._tied
+            return (frozenset(name for name, _ in self._model.named_parameters()) | changed) - self._tied
 
     def persistent_buffers(self) -> frozenset[str]:
         with adapter.on_meta(self._model):
@@ -56,6 +58,12 @@ class LayerwiseInstaller:
 
     def by_loader(self) -> Mapping[str, str]:
         return adapter.by_loader(self._model)
+
+    def check(self, targets: TracedTargets) -> None:
+        tied = self._tied
+        with adapter.on_meta(self._model):
+            required = {name for name, _ in self._model.named_parameters()} - tied
+            targets.check(self._destinations(tied), required)
 
     def begin(self) -> None:
         self._kernels = adapter.begin_reload(self._model, self._config)
@@ -73,6 +81,11 @@ class LayerwiseInstaller:
     def abandon(self) -> None:
         kernels, self._kernels = self._kernels, []
         adapter.abandon_reload(self._model, self._config, kernels)
+
+    def _destinations(self, tied: frozenset[str]) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as they are at load time, those that are tied once; call it within ``on_meta``."""
+        both = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor for name, tensor in both if name not in tied}
 
     @functools.cached_property
     def _tied(self) -> frozenset[str]:

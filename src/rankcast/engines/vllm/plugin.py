@@ -36,7 +36,9 @@ def register() -> None:
 
     if adapter.unsupported_version() is None:
         from rankcast.engines.vllm.core_hooks import hook_engine_core
+        from rankcast.engines.vllm.llm_hooks import hook_llm_engine
         from rankcast.engines.vllm.worker_hooks import hook_worker
 
         hook_worker()
         hook_engine_core()
+        hook_llm_engine()

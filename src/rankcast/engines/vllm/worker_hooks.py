@@ -24,6 +24,7 @@ CALLS = {
     "update_weights": "update",
     "finish_weight_update": "finish",
     "abort_weight_update": "abort",
+    "disown_weight_update": "disown",
 }
 
 

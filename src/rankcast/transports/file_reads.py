@@ -1,6 +1,7 @@
-"""Boxes read from files: straight into the parameter where both lie in one run, through a bounded buffer otherwise.
+"""Boxes in what is opened: views of memory, and reads of files, which go straight into a tensor where both lie in one
+run and through a bounded buffer otherwise.
 
-This module knows offsets and strides inside one file. It must not know whose file it is, nor what a tensor is for.
+This module knows offsets and strides inside one segment or file. It must not know whose it is, or what a tensor is for.
 """
 
 from __future__ import annotations
@@ -13,16 +14,30 @@ from rankcast.errors import LocationError
 from rankcast.geometry import contiguous_strides, extent
 from rankcast.manifest import DTYPES
 from rankcast.transports.file import OpenedFile
+from rankcast.transports.opening import Opened
 from rankcast.transports.segment import torch_dtype
 
 #: The most bytes that are read at once into a buffer of our own.
 BUFFER_BYTES = 16 * 2**20
 
 
+def box_in(
+    opened: Opened, dtype: str, sizes: Sequence[int], strides: Sequence[int], address: int, name: str
+) -> torch.Tensor | FileRead:
+    """The box of ``sizes`` elements of ``dtype`` with ``strides`` from byte ``address`` on: a view, or what reads it.
+
+    ``name`` is the parameter that it is for, in messages. Raises ``LocationError`` when it lies outside of ``opened``.
+    """
+    if isinstance(opened, OpenedFile):
+        return FileRead(opened, dtype, sizes, strides, address, name)
+    flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
+    return torch.as_strided(flat, tuple(sizes), tuple(strides))
+
+
 class FileRead:
     """One box of a tensor in a file: ``sizes`` elements of ``dtype`` with ``strides``, from byte ``address`` on.
 
-    ``name`` is the parameter that it is for, in messages. Raises ``LocationError`` when it lies outside of the file.
+    Raises as ``box_in`` does.
     """
 
     def __init__(
