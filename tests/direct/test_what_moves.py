@@ -5,6 +5,7 @@ Whatever happened is either taken up by the next push or refused by name; no wor
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,24 @@ def replace_parameter_object(model: torch.nn.Module, name: str) -> None:
     *path, last = name.split(".")
     owner = model.get_submodule(".".join(path))
     owner.register_parameter(last, torch.nn.Parameter(owner.get_parameter(last).detach().clone(), requires_grad=False))
+
+
+@pytest.mark.parametrize("kind", ["one storage", "separate"])
+def test_a_trainers_parameter_or_module_that_was_replaced_is_taken_up_by_the_next_push(kind: str) -> None:
+    with Pushing(kind) as pushing:
+        pushing.push()
+        for name, _ in list(pushing.module.named_parameters())[::2]:
+            replace_parameter_object(pushing.module, name)
+        pushing.push()
+        layers = pushing.module.get_submodule("model.layers")
+        layers.add_module("0", copy.deepcopy(layers.get_submodule("0")))
+        pushing.push()
+        tensors = {name: parameter.detach().clone() for name, parameter in pushing.module.named_parameters()}
+        for name, child in Named(tensors).named_children():
+            pushing.module.add_module(name, child)
+        pushing.push()
+        pushing.push()
+        assert not pushing.sent_whole()
 
 
 def test_a_workers_parameter_whose_storage_was_replaced_is_found_again() -> None:

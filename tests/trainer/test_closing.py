@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rankcast
-from checkpoints import as_torch
+from checkpoints import as_torch, write_checkpoint
 from fleets_inprocess import Stream
-from rankcast import IterableSource, Progress, PushError
+from rankcast import IterableSource, Progress, PushError, SafetensorsSource
 from rankcast.control.http import HttpClient
-from trainer.two_engines import NEW, OLD, Two, connect
+from trainer.two_engines import CONFIG, NEW, OLD, Two, connect
 
 
 @pytest.fixture
@@ -24,11 +25,14 @@ def two() -> Iterator[Two]:
     made.close()
 
 
-class Clinging(IterableSource):
-    """A source that cannot be closed."""
+@pytest.fixture
+def clinging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source that ``connect`` makes of a function cannot be closed."""
 
-    def close(self) -> None:
+    def close(self: IterableSource) -> None:
         raise OSError("the source does not close")
+
+    monkeypatch.setattr(IterableSource, "close", close)
 
 
 def segments() -> int:
@@ -40,9 +44,10 @@ def channels() -> int:
     return sum(thread.name == "rankcast-reports" for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("clinging")
 def test_a_part_that_does_not_close_does_not_keep_the_rest_open(two: Two) -> None:
     before = segments(), channels()
-    sync = connect(two.clients, Clinging(Stream(as_torch(NEW))))
+    sync = connect(two.clients, Stream(as_torch(NEW)))
     sync.push("2")
     assert (segments(), channels()) > before
     with pytest.raises(OSError, match="the source does not close"):
@@ -52,16 +57,39 @@ def test_a_part_that_does_not_close_does_not_keep_the_rest_open(two: Two) -> Non
     sync.close()
 
 
+@pytest.mark.usefixtures("clinging")
 def test_a_refused_connect_gives_everything_back_and_raises_the_refusal_also_when_a_part_does_not_close(
     two: Two,
 ) -> None:
     before = segments(), channels()
     wrong = {name: tensor for name, tensor in as_torch(NEW).items() if "o_proj" not in name}
     with pytest.raises(PushError, match="missing tensors leave") as refusal:
-        connect(two.clients, Clinging(Stream(wrong)))
+        connect(two.clients, Stream(wrong))
     assert any("the source does not close" in note for note in refusal.value.__notes__)
     assert (segments(), channels()) == before
     assert two.differences(OLD) == []
+
+
+def test_a_source_that_was_passed_in_serves_two_fleets_and_outlives_the_first_sync(two: Two, tmp_path: Path) -> None:
+    source = SafetensorsSource(write_checkpoint(tmp_path, CONFIG, NEW))
+    first, second = (connect([client], source, mode="direct") for client in two.clients)
+    first.push("2")
+    first.close()
+    second.push("2")
+    second.close()
+    assert two.differences(NEW) == []
+
+
+def test_a_source_that_connect_made_is_closed_with_the_sync(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[IterableSource] = []
+    monkeypatch.setattr(IterableSource, "close", lambda self: closed.append(self))
+    given = IterableSource(Stream(as_torch(NEW)))
+    with connect(two.clients, given) as sync:
+        sync.push("2")
+    assert closed == []
+    with connect(two.clients, Stream(as_torch(NEW))) as sync:
+        sync.push("3")
+    assert len(closed) == 1
 
 
 def test_clients_of_urls_are_closed_by_a_refused_connect_and_others_stay_open(

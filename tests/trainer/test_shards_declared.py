@@ -24,6 +24,7 @@ from rankcast.wire.handles import FileHandle
 from trainer.shard_reading import assembled, bits
 
 ROOT = Path(__file__).resolve().parents[2]
+Z = torch.zeros
 
 
 def special(*shape: int) -> torch.Tensor:
@@ -76,12 +77,23 @@ def test_a_whole_view_needs_no_box_and_is_offered_as_it_lies() -> None:
 def test_a_rank_that_holds_a_part_hands_over_no_whole_tensor() -> None:
     source = DeclaredSource([Declared("w", (4, 2), torch.zeros(2, 2), ((2, 4), (0, 2)))])
     assert source.manifest().shapes == ((4, 2),)
-    with pytest.raises(UnsupportedError) as caught:
-        next(source.read())
-    assert all(part in str(caught.value) for part in ("w float32[4, 2]", "[0:2, 0:2]", "direct"))
+    source.check_whole([])
+    for ask in (lambda: source.check_whole(["w"]), lambda: read(source)):
+        with pytest.raises(UnsupportedError) as caught:
+            ask()
+        assert caught.value.tensor == "w"
+        assert all(part in str(caught.value) for part in ("w float32[4, 2]", "[0:2, 0:2]", "direct"))
 
 
-Z = torch.zeros
+def test_what_is_passed_over_may_be_there_in_part() -> None:
+    whole = special(4, 2)
+    source = DeclaredSource([Declared("w", (4, 2), Z(2, 2), ((2, 4), (0, 2))), Declared("v", (4, 2), whole)])
+    source.check_whole(["v"])
+    part, all_of_it = source.read()
+    assert part.tensor is None
+    buffer = torch.zeros(32, dtype=torch.uint8)
+    all_of_it.write(buffer)
+    assert buffer.numpy().tobytes() == bits(whole).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +131,41 @@ def test_a_declaration_that_cannot_hold_is_refused_by_name(held: list[Declared],
 def test_a_view_without_values_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="meta"):
         DeclaredSource([Declared("w", (4,), torch.empty(4, device="meta"))]).manifest()
+
+
+@pytest.mark.parametrize("placement", ["Shard(dim=0)", "Replicate()"])
+def test_a_dtensor_is_refused_by_name_with_the_way_out(placement: str, tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        placed = Replicate() if placement.startswith("R") else Shard(0)
+        held = torch.nn.Parameter(distribute_tensor(Z(4, 2), init_device_mesh("cpu", (1,)), [placed]))
+        with pytest.raises(UnsupportedError) as caught:
+            DeclaredSource([Declared("w", (4, 2), held)]).manifest()
+        assert caught.value.tensor == "w"
+        assert "w is declared with a DTensor: declare its local tensor (to_local()) and the box" in str(caught.value)
+        local = DeclaredSource([Declared("w", (4, 2), held.to_local())])
+        assert local.manifest().shapes == ((4, 2),)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_each_value_of_the_versions_has_the_name_of_its_declaration() -> None:
+    first, second = Z(2, 2), Z(2, 2)
+    source = DeclaredSource(
+        [
+            Declared("w", (4, 2), first, ((0, 2), (0, 2))),
+            Declared("w", (4, 2), second, ((2, 4), (0, 2))),
+            Declared("v", (2, 2), Z(2, 2)),
+        ]
+    )
+    assert source.version_names() == ("w", "w", "v")
+    before = source.versions()
+    second.add_(1)
+    assert [a != b for a, b in zip(before, source.versions(), strict=True)] == [False, True, False]
 
 
 def test_a_function_is_asked_again_when_memory_moved_and_must_declare_the_same() -> None:
@@ -194,7 +241,10 @@ def test_a_checkpoint_that_changed_since_its_header_was_read_is_refused(
     source.manifest()
     before = source.versions()
     change(path)
-    assert source.versions() != before
+    after = source.versions()
+    assert after != before
+    names = source.version_names()
+    assert {name for name, a, b in zip(names, before, after, strict=True) if a != b} == {str(path)}
     with pytest.raises(SourceError) as caught:
         source.shards()
     assert said in str(caught.value)

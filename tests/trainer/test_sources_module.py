@@ -304,6 +304,10 @@ def test_a_replicated_and_a_sharded_dtensor_are_sent_whole_and_a_partial_sum_is_
         assert written(ModuleSource(module)) == {"weight": bits(full)}
         module.weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
         assert written(ModuleSource(module)) == {"weight": bits(full)}
+        # Whoever keeps a weight and asks later would wait for ranks that are past it.
+        (kept,) = ModuleSource(module).read()
+        with pytest.raises(SourceError, match="after the source had moved on"):
+            kept.gather()
         module.weight = nn.Parameter(DTensor.from_local(full, mesh, [Partial()]))
         with pytest.raises(UnsupportedError) as caught:
             ModuleSource(module).manifest()

@@ -221,6 +221,24 @@ def test_a_closed_descriptor_and_a_dead_owner_are_refused(path: Path, child: Cal
         OpenedFile(handle)
 
 
+def test_a_file_that_nobody_refers_to_any_more_is_closed(path: Path) -> None:
+    def held() -> int:
+        return sum(Path(f"/proc/self/fd/{fd}").exists() for fd in os.listdir("/proc/self/fd"))
+
+    before = held()
+    exported = ExportedFile(path)
+    assert held() == before + 1
+    del exported
+    assert held() == before
+    exported = ExportedFile(path)
+    exported.close()
+    # Its number is another file's now, which is left alone.
+    with path.open("rb") as other:
+        assert other.fileno() == exported.handle.descriptor
+        del exported
+        assert other.read() == CONTENT
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

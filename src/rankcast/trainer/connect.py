@@ -97,7 +97,8 @@ def connect(
     ``progress``: a callable that is given ``Progress`` records on rank 0, or True for a live line; one that raises is
     logged, and not called again.
 
-    Clients of URLs are closed with the sync; a ``WeightSyncClient`` that was passed in stays open.
+    Clients of URLs are closed with the sync; a ``WeightSyncClient`` or a ``WeightSource`` that was passed in stays
+    open, and may be used by several syncs.
 
     Raises ``UnsupportedError`` for options that do not go together, ``PushError`` naming every tensor that is unknown,
     missing, or differs in shape or dtype, ``LimitError`` when this machine has no room, and ``TrainerError`` when
@@ -111,7 +112,9 @@ def connect(
     try:
         ranks.begin()
         found = as_source(source)
-        closing.callback(found.close)
+        if found is not source:
+            # One that was passed in may serve other syncs, and is its owner's to close.
+            closing.callback(found.close)
         options = (
             f"mode={mode!r}, transport={transport!r}, bucket_bytes={bucket_bytes}, pause={pause!r}, check={check!r}"
         )

@@ -43,10 +43,12 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """What one rank says at each exchange: which push it makes, and its exports where they changed."""
+    """What one rank says at each exchange: which push it makes, whether its staging stands, and its exports where they
+    changed."""
 
     push: int
     version: str
+    laid_out: bool
     hash: str
     state: _State | None
 
@@ -119,9 +121,11 @@ class Exports:
         make the same push.
         """
         live = self._where_live()
-        self._exchange(live)
+        stands = self._exchange(live)
         lying = [frozenset(state.live) for state in self._states]
-        if lying != self._laid_out_for:
+        # Laying out is collective: a rank that could not do it the last time has the others do it once more.
+        if not stands or lying != self._laid_out_for:
+            self._laid_out_for = None  # nothing stands until all of it does, whatever raises on the way
             self._lay_out(lying)
             self._exchange(live)
         return self._placed()
@@ -182,11 +186,13 @@ class Exports:
         columns = list(zip(*rows, strict=True)) or [(), (), ()]
         return _State(handles=tuple(handles), live=columns[0], segments=columns[1], offsets=columns[2])
 
-    def _exchange(self, live: _State) -> None:
+    def _exchange(self, live: _State) -> bool:
+        """Say what changed, hear the others; returns whether every rank's staging stands as it was last laid out."""
         buffers = self.staging.handles if self.staging is not None else (None,) * BUFFERS
         state = msgspec.structs.replace(live, buffers=buffers)
         digest = hashlib.blake2b(msgspec.msgpack.encode(state), digest_size=16).hexdigest()
-        change = _Change(self._pushes, self._version, digest, None if digest == self._sent else state)
+        news = None if digest == self._sent else state
+        change = _Change(self._pushes, self._version, self._laid_out_for is not None, digest, news)
         self._sent = digest
         replies = self._group.exchange(msgspec.msgpack.encode(change), "where tensors lie")
         all_said = [msgspec.msgpack.decode(reply, type=_Change) for reply in replies]
@@ -195,6 +201,7 @@ class Exports:
             if said.state is not None:
                 self._states[rank] = said.state
                 self._last = None
+        return all(said.laid_out for said in all_said)
 
     def _check_same_push(self, all_said: list[_Change]) -> None:
         first = all_said[0]
@@ -213,6 +220,8 @@ class Exports:
         self._sent = ""
 
     def _lay_out(self, lying: list[frozenset[int]]) -> None:
+        held = self._held[self._group.rank]
+        self._source.check_whole([self.rest.names[index] for index in held])
         anywhere = frozenset().union(*lying)
         staged = [index not in anywhere for index in range(len(self.rest))]
         self._rounds = cut_rounds(
@@ -227,7 +236,7 @@ class Exports:
             self.rest,
             self._rounds,
             rank=self._group.rank,
-            held=self._held[self._group.rank],
+            held=held,
             owners=self._owners,
             staged=staged,
             bucket_bytes=self._bucket_bytes,
@@ -254,9 +263,7 @@ class Exports:
             handles += state.handles
             for index, segment, offset in zip(state.live, state.segments, state.offsets, strict=True):
                 live[index] = (base + segment, offset)
-        if not handles and len(self.rest):
-            raise ManifestError("every tensor is empty: there is nothing to push")
-        # A tensor of no bytes needs no memory, but its column needs a segment: any will do.
+        # A tensor of no bytes needs no memory, but its column needs a segment: any will do, and staging sees to one.
         segments, offsets = locations(self.rounds, self._owners, live, buffers=buffers, bucket_bytes=self._bucket_bytes)
         clamped = tuple(min(segment, len(handles) - 1) for segment in segments)
         return Placed(self.rounds.rounds, clamped, offsets, self.rounds.count), tuple(handles)

@@ -14,7 +14,7 @@ import torch
 
 from rankcast.errors import SourceError
 from rankcast.manifest import Manifest
-from rankcast.plan.rounds import Rounds
+from rankcast.plan.rounds import ALIGNMENT, Rounds
 from rankcast.trainer.sources.base import Weight, WeightSource
 from rankcast.transports.segment import Segment
 from rankcast.transports.shm import create_segment
@@ -41,11 +41,13 @@ class Staging:
         """Make the buffers; raises ``LimitError`` when the machine has no room for them.
 
         ``manifest`` is the union over all ranks; ``owners`` and ``staged`` are columns over it, ``held`` lists what
-        this rank's source yields. ``passed_over`` names tensors that the source yields and nobody stages.
+        this rank's source yields. ``passed_over`` names tensors that the source yields and nobody stages: they are not
+        gathered either, on any rank.
         """
         self._source = source
         self._manifest = manifest
         self._rounds = rounds
+        self._staged = tuple(staged)
         self._mine = [owner == rank and kept for owner, kept in zip(owners, staged, strict=True)]
         self._passed_over = frozenset(passed_over)
         self._expected = Counter(rounds.rounds[index] for index in held)
@@ -53,6 +55,8 @@ class Staging:
         sizes = [0] * BUFFERS
         for place, size in zip(self._places, rounds.buckets[rank], strict=True):
             sizes[place] = max(sizes[place], size)
+        if rank == 0 and rounds.count and all(staged) and not any(map(any, rounds.buckets)):
+            sizes[0] = ALIGNMENT  # tensors without bytes only: each must lie somewhere all the same
         self._buffers: list[Segment | None] = []
         try:
             for size in sizes:
@@ -93,6 +97,9 @@ class Staging:
             index = self._index(weight)
             if self._rounds.rounds[index] != turn:
                 raise SourceError(f"the source yields {weight.meta} out of its order", tensor=weight.meta.name)
+            if self._staged[index]:
+                # Also where another rank sends it: to have it whole may take every rank that holds it.
+                weight.gather()
             if self._mine[index]:
                 size = self._manifest.sizes[index]
                 start = self._rounds.offsets[index]

@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,10 @@ _ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ExportedFile:
-    """A file that this process keeps open for readers; ``handle`` is the record with which they open it."""
+    """A file that this process keeps open for readers; ``handle`` is the record with which they open it.
+
+    It is open until ``close``, or until nobody refers to this object any more.
+    """
 
     handle: FileHandle
 
@@ -51,6 +55,7 @@ class ExportedFile:
             if fault.errno in _ROOM:
                 raise
             raise LocationError(f"{self.path} cannot be opened: {fault.strerror}") from None
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
         status = os.fstat(self._descriptor)
         try:
             _check_regular(status, str(self.path))
@@ -75,7 +80,7 @@ class ExportedFile:
     def close(self) -> None:
         """Let go of the descriptor; readers that have the file open keep it. Idempotent, never raises."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._closing()
             self._descriptor = -1
 
     def __enter__(self) -> Self:

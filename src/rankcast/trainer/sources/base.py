@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,22 +18,32 @@ from rankcast.manifest import Manifest, TensorMeta
 from rankcast.trainer.sources.shards import Shard
 
 
+def _nothing() -> None:
+    """A weight's ``gather`` where this rank has all that it takes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One tensor of a push, handed over by a source; good until the source is asked for the next one.
 
     ``fill`` writes the tensor's bytes, dense and row-major in ``meta.dtype``, into a 1-D uint8 CPU tensor of
-    ``meta.nbytes`` elements. ``tensor`` is the tensor itself where nothing has to be computed or moved: a dense
-    row-major CPU tensor of ``meta``'s dtype and shape that stays at its address and keeps its values until the push has
-    returned, so that its bytes may be read where they lie. It is ``None`` for every other tensor.
+    ``meta.nbytes`` elements. ``gather`` comes before that, and does what this rank owes the others for one of them to
+    have the tensor whole, above all a collective: it is called on every rank that holds the tensor when one of them is
+    to write it, and on none when nobody is, because it goes direct or is read where it lies. A second call does
+    nothing.
+
+    ``tensor`` is the tensor itself where nothing has to be computed or moved: a dense row-major CPU tensor of
+    ``meta``'s dtype and shape that stays at its address and keeps its values until the push has returned, so that its
+    bytes may be read where they lie. It is ``None`` for every other tensor.
     """
 
     meta: TensorMeta
     fill: Callable[[torch.Tensor], None]
     tensor: torch.Tensor | None = None
+    gather: Callable[[], None] = _nothing
 
     def write(self, buffer: torch.Tensor) -> None:
-        """Write the tensor into ``buffer``, a dense 1-D uint8 CPU tensor of exactly ``meta.nbytes`` elements.
+        """Gather the tensor, and write it into ``buffer``, a dense 1-D uint8 CPU tensor of ``meta.nbytes`` elements.
 
         The buffer must start at a multiple of the element's size. Raises ``ValueError`` when it is another kind of
         buffer, and ``SourceError`` when the source has moved on or cannot deliver what ``meta`` says.
@@ -48,6 +58,7 @@ class Weight:
                 f"{self.meta} needs a dense 1-D uint8 CPU buffer of {self.meta.nbytes} bytes, got "
                 f"{buffer.dtype}{list(buffer.shape)} on {buffer.device}"
             )
+        self.gather()
         self.fill(buffer)
 
 
@@ -78,6 +89,10 @@ class WeightSource(ABC):
         Called at most once for each push, and once more at a push before which the source's tensors moved, to look at
         where they lie; not at all when every tensor goes direct.
 
+        Of a source that has ``shards``, some tensors may go direct. They are yielded all the same, and passed over: so
+        a tensor must cost nothing until its weight is asked to ``gather`` or to write it, and one that this rank does
+        not hold whole is yielded as well. A source without shards may gather while it yields.
+
         The order is an obligation: ranks advance together by it, so that a source may run a collective for each tensor,
         and a rank that yields in another order lets the others wait for ever in a collective that never comes. Every
         rank goes through all that it holds, also through tensors that another rank sends. Raises ``SourceError`` as
@@ -96,6 +111,14 @@ class WeightSource(ABC):
         """
         return None
 
+    def check_whole(self, names: Collection[str]) -> None:
+        """Raise ``UnsupportedError`` when one of the tensors ``names`` cannot be handed over whole by ``read``.
+
+        Called, before anything is written, with all that goes through ``read``: in the mode ``auto`` that may be a few
+        of this rank's tensors only. Does no collective. What it lets pass must be handed over at every later push.
+        """
+        return
+
     def addresses(self) -> tuple[int, ...]:
         """A cheap record of where the memory behind ``shards()`` lies now: equal records mean that none has moved.
 
@@ -107,9 +130,16 @@ class WeightSource(ABC):
     def versions(self) -> tuple[int, ...]:
         """A cheap record of how often the memory behind ``shards()`` was written, taken before and after a push.
 
-        Different records prove a write in between. Equal ones prove nothing about writes that torch does not count:
-        through ``.data``, numpy, another process or a kernel of one's own, in inference mode, or by an optimizer with
-        ``fused=True`` (or ``foreach=True`` over DTensors).
+        Different records prove that it was written, or replaced, in between. Equal ones prove nothing about writes that
+        torch does not count: through ``.data``, numpy, another process or a kernel of one's own, in inference mode, or
+        by an optimizer with ``fused=True`` (or ``foreach=True`` over DTensors).
+        """
+        return ()
+
+    def version_names(self) -> tuple[str, ...]:
+        """What each value of ``versions()``, as it would be returned now, is about: a tensor's name, or a file's path.
+
+        Empty where that is not known. Names may repeat. Asked for only to say in an error what has changed.
         """
         return ()
 

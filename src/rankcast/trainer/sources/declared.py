@@ -7,7 +7,7 @@ This module knows what a declaration must satisfy. It must not know any layout: 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from rankcast.geometry import Box, uncovered, whole
 from rankcast.manifest import Manifest, TensorMeta
 from rankcast.trainer.sources.base import Weight, WeightSource
 from rankcast.trainer.sources.dense import lies_ready, plain_tensor, wire_dtype
+from rankcast.trainer.sources.dtensor import is_dtensor
+from rankcast.trainer.sources.places import places_of, versions_of
 from rankcast.trainer.sources.shards import Shard
 from rankcast.transports.segment import torch_dtype
 
@@ -26,7 +28,7 @@ class Declared:
     """``tensor`` is the box ``box`` of the checkpoint tensor ``name``, whose full (global) shape is ``full_shape``.
 
     ``box`` has a start and a stop for each dimension; ``None`` is the whole tensor. ``tensor`` is a view of the live
-    weight, of any strides, and of the dtype that it goes by on the wire.
+    weight, of any strides, and of the dtype that it goes by on the wire; of a DTensor it is the local tensor.
     """
 
     name: str
@@ -48,8 +50,8 @@ class DeclaredSource(WeightSource):
 
     ``manifest`` raises ``ManifestError`` naming the tensor when a view's shape is not its box's, a box is not inside
     the full shape, two boxes overlap, or two declarations of a tensor differ in full shape or dtype; and
-    ``UnsupportedError`` for a view without plain values. ``read``, which hands over whole tensors, raises
-    ``UnsupportedError`` when this rank declares less than all of one.
+    ``UnsupportedError`` for a view without plain values, and for a DTensor. A tensor of which this rank declares less
+    than all can go direct only: ``check_whole`` and its weight raise ``UnsupportedError``.
     """
 
     stable = True
@@ -72,31 +74,27 @@ class DeclaredSource(WeightSource):
         return [shard for named in self._same() for shard in named.shards]
 
     def read(self) -> Iterator[Weight]:
-        named = self._same()
-        for meta, shards in named:
-            missing, gap, _ = uncovered(meta.shape, [shard.box for shard in shards])
-            if missing:
-                raise UnsupportedError(
-                    f"{meta} is declared in parts, and this rank lacks {gap} of it: push with mode='direct', which "
-                    "takes parts, or gather it in a function that yields (name, tensor)",
-                    tensor=meta.name,
-                )
-        for meta, shards in named:
+        for meta, shards in self._same():
             first = shards[0].memory
             assert isinstance(first, torch.Tensor)
-            alone = len(shards) == 1 and lies_ready(first, meta.dtype)
+            alone = len(shards) == 1 and shards[0].box == whole(meta.shape) and lies_ready(first, meta.dtype)
             yield Weight(meta, _assembler(meta, shards), first if alone else None)
 
+    def check_whole(self, names: Collection[str]) -> None:
+        wanted = frozenset(names)
+        for meta, shards in self._same():
+            if meta.name in wanted:
+                _check_whole(meta, shards)
+
     def addresses(self) -> tuple[int, ...]:
-        found: list[int] = []
-        for declared in self._declare():
-            tensor = declared.tensor
-            layout = hash((declared.name, tuple(tensor.shape), tensor.stride(), tensor.dtype))
-            found += (tensor.untyped_storage()._cdata, tensor.data_ptr(), layout)
-        return tuple(found)
+        declared = list(self._declare())
+        return (hash(tuple(one.name for one in declared)), *places_of([one.tensor for one in declared]))
 
     def versions(self) -> tuple[int, ...]:
-        return tuple(0 if one.tensor.is_inference() else one.tensor._version for one in self._declare())
+        return versions_of([one.tensor for one in self._declare()])
+
+    def version_names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self._declare())
 
     def _same(self) -> list[_Named]:
         manifest = self.manifest()
@@ -127,6 +125,12 @@ class DeclaredSource(WeightSource):
 
 def _shard(declared: Declared) -> Shard:
     name = declared.name
+    if is_dtensor(declared.tensor):
+        raise UnsupportedError(
+            f"{name} is declared with a DTensor: declare its local tensor (to_local()) and the box of the whole that "
+            "this rank holds in it, or pass the module itself, whose placements are known",
+            tensor=name,
+        )
     tensor = plain_tensor(name, declared.tensor)
     meta = TensorMeta(name, wire_dtype(name, tensor.dtype), tuple(declared.full_shape))
     box = whole(meta.shape)
@@ -145,8 +149,20 @@ def _shard(declared: Declared) -> Shard:
     return Shard(meta, box, tensor)
 
 
+def _check_whole(meta: TensorMeta, shards: Sequence[Shard]) -> None:
+    missing, gap, _ = uncovered(meta.shape, [shard.box for shard in shards])
+    if missing:
+        raise UnsupportedError(
+            f"{meta} goes through the engine's loader, which needs all of it, but it is declared in parts, and this "
+            f"rank lacks {gap} of it: declare all of it on this rank, or gather it in a function that yields (name, "
+            "tensor), or push with mode='direct', which takes parts and says what keeps a tensor from it",
+            tensor=meta.name,
+        )
+
+
 def _assembler(meta: TensorMeta, shards: Sequence[Shard]) -> Callable[[torch.Tensor], None]:
     def fill(buffer: torch.Tensor) -> None:
+        _check_whole(meta, shards)
         whole_of_it = buffer.view(torch_dtype(meta.dtype)).view(meta.shape)
         with torch.no_grad():
             for shard in shards:

@@ -33,8 +33,12 @@ class Part(NamedTuple):
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
+    return _is_dtensor_class(type(tensor))
+
+
+def _is_dtensor_class(kind: type) -> bool:
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only where this was imported
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
+    return distributed is not None and issubclass(kind, distributed.DTensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -49,6 +53,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]  # DTensor's
     return local
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``local_tensor`` of each; ``tensors`` itself when none of them is a DTensor."""
+    if not any(_is_dtensor_class(kind) for kind in set(map(type, tensors))):
+        return tensors
+    with torch.no_grad():
+        return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]  # DTensor's
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

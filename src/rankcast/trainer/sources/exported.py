@@ -101,6 +101,10 @@ class ExportedShards:
     def close(self) -> None:
         """Let go of what is exported; storages that moved into shared memory stay there. Idempotent."""
         self._copies = []
+        self._files = []  # open while their source, or another export, refers to them
+        self._close_arena()
+
+    def _close_arena(self) -> None:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -137,7 +141,7 @@ class ExportedShards:
             total += nbytes
             size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._arena is not None and self._arena.size != size:
-            self.close()
+            self._close_arena()
         self._copies = []
         if not size:
             return table.rows(-1, 0)

@@ -6,7 +6,6 @@ know who receives them, nor placements (``dtensor``) or packings (``packed``).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -39,7 +38,9 @@ from rankcast.trainer.sources.packed import (
     refuse_packed,
     rule_named,
 )
+from rankcast.trainer.sources.places import places_of, versions_of
 from rankcast.trainer.sources.shards import Shard
+from rankcast.trainer.sources.walked import WalkedModule
 
 Dtypes = torch.dtype | Callable[[str], torch.dtype | None] | None
 
@@ -69,8 +70,8 @@ class ModuleSource(WeightSource):
     persistent, and extra state, are left out, as they are of a checkpoint.
 
     Shapes are global. Of DTensors (``fully_shard``, tensor parallelism, replicas, over a mesh of any number of
-    dimensions) each rank has the shards that it holds; where full tensors are asked for, they are gathered one by one,
-    which every rank of their mesh joins in the order of the manifest.
+    dimensions) each rank has the shards that it holds. Those that do not go direct are gathered, one by one, which
+    every rank of their mesh joins in the order of the manifest.
 
     Experts that the module keeps packed in one 3-D tensor come under the names that checkpoints have for each of them.
     ``experts`` names the rule; ``None`` takes the one for the ``model_type`` of the module's ``config``, and
@@ -105,7 +106,7 @@ class ModuleSource(WeightSource):
         self._experts = experts
         self._manifest: Manifest | None = None
         self._renamed: dict[str, str] = {}
-        self._counted: list[weakref.ref[torch.Tensor]] = []
+        self._walked = WalkedModule(module)
 
     def manifest(self) -> Manifest:
         if self._manifest is None:
@@ -117,7 +118,7 @@ class ModuleSource(WeightSource):
                 for entry in held.entries
                 if entry.piece is None and entry.meta.name != held.path
             }
-            # To see what could be exported as it lies would gather everything.
+            # Every rank of a mesh goes through all that is staged, also where it sends none of it itself.
             self.stable = not any(is_sharded(held.tensor) for held in found)
         return self._manifest
 
@@ -135,23 +136,19 @@ class ModuleSource(WeightSource):
         return [shard for held in self._same_tensors() for shard in _shards(held)]
 
     def addresses(self) -> tuple[int, ...]:
-        found: list[int] = []
-        self._counted = []
-        for _, _, tensor in checkpoint_tensors(self._module):
-            self._counted.append(weakref.ref(tensor))
-            local = local_tensor(tensor)
-            if local.layout == torch.strided and not local.is_meta:
-                found += (local.untyped_storage()._cdata, local.data_ptr())
-            found.append(hash((tuple(local.shape), local.stride(), local.dtype)))
-        return tuple(found)
+        tensors = self._walked.tensors()
+        # With the names: other names over the same memory are other shards.
+        return (hash(self._walked.paths), *places_of(tensors))
 
     def versions(self) -> tuple[int, ...]:
-        """The counters of the tensors that ``addresses`` came upon last: to walk the module again takes longer."""
-        if not self._counted:
-            self.addresses()
-        tensors = (reference() for reference in self._counted)
-        # One that is gone was replaced, which is a change as well.
-        return tuple(-1 if tensor is None else _version(tensor) + _version(local_tensor(tensor)) for tensor in tensors)
+        return versions_of(self._walked.same_tensors())
+
+    def version_names(self) -> tuple[str, ...]:
+        """The checkpoint name of each tensor, or its path in the module where it packs several."""
+        self.manifest()
+        self._walked.same_tensors()
+        by_path = {path: name for name, path in self._renamed.items()}
+        return tuple(by_path.get(path, path) for path in self._walked.paths)
 
     def _same_tensors(self) -> list[_Held]:
         """The module's tensors as they are now; raises ``SourceError`` when they no longer fit the manifest."""
@@ -231,12 +228,49 @@ class ModuleSource(WeightSource):
 
 
 def _weights(held: _Held) -> Iterator[Weight]:
-    # A frame of its own: what was gathered is let go of before the next tensor is.
-    full = full_tensor(held.tensor) if is_sharded(held.tensor) else local_tensor(held.tensor).detach()
+    if is_sharded(held.tensor):
+        gathered = _Gathered(held)
+        try:
+            for meta, piece in held.entries:
+                yield Weight(meta, gathered.filler(meta, piece), gather=gathered.gather)
+        finally:
+            gathered.let_go()  # before the next tensor is gathered
+        return
+    whole_of_it = local_tensor(held.tensor).detach()
     for meta, piece in held.entries:
-        tensor = full if piece is None else full[piece.expert, piece.start : piece.stop]
-        ready = tensor if not is_sharded(held.tensor) and lies_ready(tensor, meta.dtype) else None
-        yield Weight(meta, filler(tensor, meta.dtype), ready)
+        tensor = _cut(whole_of_it, piece)
+        yield Weight(meta, filler(tensor, meta.dtype), tensor if lies_ready(tensor, meta.dtype) else None)
+
+
+class _Gathered:
+    """A sharded tensor, gathered when the first of its entries is asked for, and kept for the others."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+        self._full: torch.Tensor | None = None
+        self._over = False
+
+    def gather(self) -> None:
+        if self._over:
+            # The other ranks are past it: a collective now would wait for them for ever.
+            raise SourceError(f"{self._held.path} was asked for after the source had moved on", tensor=self._held.path)
+        if self._full is None:
+            self._full = full_tensor(self._held.tensor)
+
+    def filler(self, meta: TensorMeta, piece: Piece | None) -> Callable[[torch.Tensor], None]:
+        def fill(buffer: torch.Tensor) -> None:
+            self.gather()
+            assert self._full is not None
+            filler(_cut(self._full, piece), meta.dtype)(buffer)
+
+        return fill
+
+    def let_go(self) -> None:
+        self._full, self._over = None, True
+
+
+def _cut(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
+    return tensor if piece is None else tensor[piece.expert, piece.start : piece.stop]
 
 
 def _shards(held: _Held) -> Iterator[Shard]:
@@ -255,7 +289,3 @@ def _shards(held: _Held) -> Iterator[Shard]:
 def _boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     slices = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
     return tensor[slices] if slices else tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

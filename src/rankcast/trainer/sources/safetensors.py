@@ -115,6 +115,11 @@ class SafetensorsSource(WeightSource):
                 found += (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         return tuple(found)
 
+    def version_names(self) -> tuple[str, ...]:
+        """Each file's path, once for each of its four values."""
+        self.manifest()
+        return tuple(str(file.path) for file in self._files or () for _ in range(4))
+
     def close(self) -> None:
         """Close the files; what workers have open of them stays readable to them."""
         for exported in self._exported:
