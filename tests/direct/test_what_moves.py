@@ -221,6 +221,21 @@ def test_a_write_after_the_first_install_is_caught_in_every_mode(mode: str, lyin
         assert [parameter.detach().unique().tolist() for parameter in served.parameters()] == [[1.0], [2.0]]
 
 
+@pytest.mark.parametrize("name", [LARGE, SMALL])
+def test_a_write_is_named_where_torch_counts_it_apart(name: str) -> None:
+    with Pushing("separate") as pushing:
+
+        def write() -> None:
+            with torch.no_grad():
+                pushing.module.get_parameter(name).add_(1)
+
+        pushing.client.before["prepare"] = write
+        with pytest.raises(PushError, match="changed its weights") as failure:
+            pushing.sync.push("1")
+        assert f"being read: {name} (1 in all)" in str(failure.value)
+        assert failure.value.tensor == name
+
+
 def test_a_write_on_any_trainer_rank_ends_the_push_on_all() -> None:
     modules = [trained() for _ in range(3)]
     with Fleet(CONFIG, LAYOUT) as fleet:

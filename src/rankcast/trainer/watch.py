@@ -7,6 +7,7 @@ It must not know who reads, or what a push is. What the counters miss is listed 
 from __future__ import annotations
 
 from rankcast.errors import SourceError
+from rankcast.manifest import listed
 from rankcast.trainer.sources.base import WeightSource
 
 
@@ -25,7 +26,14 @@ class Watch:
         now = self._source.versions()
         if now == self._before:
             return
+        names = self._source.version_names()
+        changed = []
+        if len(names) == len(now) == len(self._before):
+            columns = zip(names, self._before, now, strict=True)
+            changed = list(dict.fromkeys(name for name, before, after in columns if before != after))
         raise SourceError(
             f"trainer rank {self._rank} changed its weights, or the files that they are in, while they were being "
-            "read: push returns when they may change again, and an optimizer step must wait for it"
+            f"read{': ' if changed else ''}{listed(changed) if changed else ''}; push returns when they may change "
+            "again, and an optimizer step must wait for it",
+            tensor=changed[0] if changed else None,
         )
