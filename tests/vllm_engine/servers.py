@@ -150,7 +150,7 @@ def started_server(
                     if _came_up(server):
                         yield server
                         return
-                    said = server.tail()
+                    said = server.tail(250)  # workers say why first, and then every process above them fails
             finally:
                 _end(process)
             if "address already in use" not in said.lower():

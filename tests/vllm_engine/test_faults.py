@@ -352,6 +352,7 @@ def test_a_session_that_leaves_one_rank_out_is_never_served(bench: Bench, room: 
         room.start()
         assert "send them all" in refused(room.server, "/finish_weight_update")
         assert "push again" in refused(room.server, "/resume")
+        bare_update(room.server, room.a.entry())
 
 
 def test_a_shape_that_fits_one_rank_by_chance_is_never_served(bench: Bench, room: Room) -> None:
