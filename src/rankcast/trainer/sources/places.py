@@ -25,8 +25,11 @@ def places_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     local = local_tensors(tensors)
     try:
         storages = list(map(_storage, local))
-        addresses = [tensor.data_ptr() for tensor in local]
-        layouts = [hash((tensor.shape, tensor.stride(), tensor.dtype)) for tensor in local]
+        addresses = list(map(torch.Tensor.data_ptr, local))
+        dtypes = [tensor.dtype for tensor in local]
+        layouts = list(
+            map(hash, zip(map(torch.Tensor.size, local), map(torch.Tensor.stride, local), dtypes, strict=True))
+        )
     except (RuntimeError, ValueError):
         # A sparse one, a lazy one: rare enough to ask one by one.
         return tuple(number for tensor in local for number in _place(tensor))
