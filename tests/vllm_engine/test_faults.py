@@ -300,6 +300,7 @@ def test_a_fault_after_the_first_write_keeps_the_server_paused_until_the_next_wh
     assert not states[0]["servable"]
     assert states[0]["on_meta"] == states[0]["half_loaded"] == 0
     assert "push again" in refused(room.server, "/resume")
+    assert "push again" in refused(room.server, "/update_weight_version", {"new_version": "half"})
     assert room.server.get("/is_paused") == {"is_paused": True}
 
 

@@ -33,6 +33,7 @@ def hook_engine_core() -> None:
         if "resume_scheduler" in vars(cls):
             wrap(cls, "resume_scheduler", _resume)
     wrap(core.EngineCore, "sleep", _sleep)
+    wrap(core.EngineCore, "set_weight_version", _set_weight_version)
     wrap(core.EngineCore, "collective_rpc", _collective_rpc)
     setattr(core.EngineCore, WHY_NOT, why_not)
 
@@ -68,6 +69,13 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     if why is not None:
         raise StateError(f"resume, but {why}")
     return original(*args, **kwargs)
+
+
+def _set_weight_version(core: Any, original: Callable[..., Any], weight_version: str) -> Any:
+    why = why_not(core)
+    if why is not None:
+        raise StateError(f"update_weight_version to {weight_version!r}, but {why}")
+    return original(weight_version)
 
 
 def _sleep(core: Any, original: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
