@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rankcast
 from checkpoints import as_torch, write_checkpoint
-from fleets_inprocess import Stream
-from rankcast import IterableSource, Progress, PushError, SafetensorsSource
+from fleets_inprocess import Stream, WatchedClient
+from rankcast import (
+    IterableSource,
+    LimitError,
+    Progress,
+    PushError,
+    Receiver,
+    SafetensorsSource,
+    UnsupportedError,
+)
 from rankcast.control.http import HttpClient
 from trainer.two_engines import CONFIG, NEW, OLD, Two, connect
 
@@ -143,3 +153,22 @@ def test_a_progress_callback_that_raises_is_logged_once_and_harms_nothing(
     assert "the display broke" in caplog.text
     assert two.differences(NEW) == []
     assert [client.paused for client in two.clients] == [False, False]
+
+
+def test_one_engine_under_two_names_is_refused_by_both_names(two: Two) -> None:
+    first = two.clients[0]
+    with pytest.raises(UnsupportedError, match=r"are the same engine: name it once"):
+        connect([first, WatchedClient(two.fleets[0].receivers)], Stream(as_torch(NEW)))
+
+
+@pytest.mark.parametrize("bucket", ["512MiB", 0, -1, 1.5])
+def test_a_bucket_that_is_no_number_of_bytes_is_refused_with_an_example(bucket: Any, two: Two) -> None:
+    with pytest.raises(LimitError, match=re.escape(f"bucket_bytes is {bucket!r}; it must be a positive number of")):
+        connect(two.clients, Stream(as_torch(NEW)), bucket_bytes=bucket)
+
+
+def test_a_plain_model_names_all_tensors_that_it_does_not_have() -> None:
+    wider = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    served = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    with pytest.raises(PushError, match=r"unknown tensors: 1\.weight, 1\.bias, 2\.weight, 2\.bias \(4 in all\)"):
+        connect(Receiver(served), wider)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankcast.errors import ManifestError, SourceError
+from rankcast.errors import ManifestError, SourceError, UnsupportedError
 from rankcast.manifest import Manifest, TensorMeta
 from rankcast.trainer.sources import IterableSource, ModuleSource, SafetensorsSource, as_source
 
@@ -203,9 +203,18 @@ def test_each_kind_of_thing_makes_its_kind_of_source(tmp_path: Path) -> None:
     assert type(as_source(lambda: ABC)) is IterableSource
 
 
-@pytest.mark.parametrize(("thing", "said"), [(3, "int"), (None, "NoneType"), (iter(ABC), "only once"), (ABC, "list")])
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (3, "int"),
+        (None, "NoneType"),
+        (iter(ABC), "only once"),
+        (ABC, "list"),
+        (dict(ABC), "lambda: iter(tensors.items())"),
+    ],
+)
 def test_anything_else_is_refused_with_what_there_is(thing: object, said: str) -> None:
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         as_source(thing)
     assert said in str(caught.value)
     assert all(part in str(caught.value) for part in ("nn.Module", "WeightSource", "safetensors", "function"))

@@ -54,6 +54,8 @@ class ReportChannel(ReportStore):
                 f"reports would be taken on {self._host}, beyond loopback, from anybody: set RANKCAST_SECRET (or "
                 "RANKCAST_SECRET_FILE) on the trainer and on the engines"
             )
+        #: How many reports came that were not signed as they had to be.
+        self.refused = 0
         self._url: str | None = None
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -130,6 +132,7 @@ class ReportChannel(ReportStore):
         except LimitError as fault:
             return _refusal(413, fault.code, fault.message)
         except (AuthenticationError, PayloadError) as fault:
+            self.refused += isinstance(fault, AuthenticationError)
             return _refusal(fault.status, fault.code, fault.message)
         self.put(report, len(data))
         return Response(status_code=204)

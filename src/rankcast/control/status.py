@@ -175,7 +175,9 @@ def _disagreements(engine: EngineStatus) -> list[str]:
 
 
 def _way_out(state: str) -> str:
-    return "a push is under way" if state in OPEN else "push again, which sends it everything"
+    if state in OPEN:
+        return "a push is under way, or its trainer died, and then the next push makes it whole"
+    return "push again, which sends it everything"
 
 
 def _named(version: str) -> str:

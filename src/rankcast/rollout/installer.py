@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from rankcast.errors import ManifestError
-from rankcast.manifest import Manifest
+from rankcast.manifest import Manifest, listed
 from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.trace.fingerprint import Fingerprint, class_name
@@ -163,12 +163,18 @@ class LoaderInstaller:
     def _load_by_name(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The loader of a model that has none: parameters and buffers by their own names, whole."""
         targets = self._destinations()
+        unknown = []
         for name, tensor in weights:
             target = targets.get(name)
             if target is None:
-                raise ManifestError(f"unknown tensor {name}: the model has no parameter of this name", tensor=name)
+                unknown.append(name)
+                continue
             if target.shape != tensor.shape:
                 raise ManifestError(
                     f"{name} comes with shape {list(tensor.shape)}, the model has {list(target.shape)}", tensor=name
                 )
             target.data.copy_(tensor)
+        if unknown:
+            raise ManifestError(
+                f"unknown tensors: {listed(unknown)}: the model has no parameters of these names", tensor=unknown[0]
+            )

@@ -188,7 +188,7 @@ def connect(
 
 
 def _check_options(
-    mode: str, transport: str, bucket_bytes: int, check: str, on_failure: str, pause: str | None, timeout: float
+    mode: str, transport: str, bucket_bytes: object, check: str, on_failure: str, pause: str | None, timeout: float
 ) -> None:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -202,8 +202,10 @@ def _check_options(
         raise UnsupportedError(f"check {check!r} is not one of {', '.join(CHECKS)}")
     if on_failure != "mark_unusable":
         raise UnsupportedError(f"on_failure={on_failure!r}: there is 'mark_unusable'")
-    if bucket_bytes < 1:
-        raise LimitError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise LimitError(
+            f"bucket_bytes is {bucket_bytes!r}; it must be a positive number of bytes, such as 512 * 2**20"
+        )
     if not timeout > 0:
         raise LimitError(f"timeout is {timeout}; it must be a positive number of seconds")
     if transport == "file" and mode not in ROUTED:

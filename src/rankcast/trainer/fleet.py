@@ -196,6 +196,7 @@ class Fleet:
         if not silent:
             return faults
         who = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {engine.where}"
-        cure = "pass listen='ADDRESS' that they can connect to, or set the same RANKCAST_SECRET on both sides"
+        listen, secret = "pass listen='ADDRESS' that they can connect to", "set the same RANKCAST_SECRET on both sides"
+        cure = f"{secret}, or {listen}" if self._channel.refused else f"{listen}, or {secret}"
         fault = Fault("engine", f"{who} cannot reach {self._channel.url}: {cure}")
         return [*faults, WorkerFault(engine.where, "", fault)]

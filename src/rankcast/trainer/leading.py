@@ -225,10 +225,14 @@ class Leading:
         stuck: list[str] = []
         if self.lead.serves_old:
             stuck = [f"{fault} (still paused)" for fault in resume(self._fleet)]
-        elif any(engine.paused_by_us for engine in self._fleet.engines):
-            state += ". Engines stay paused: push again, which resumes them when every worker is whole"
         else:
-            state += ". Push again"
+            again = "push again"
+            if "not reached" in state:
+                again = "bring back what was not reached, and push again"
+            if any(engine.paused_by_us for engine in self._fleet.engines):
+                state += f". Engines stay paused: {again}, which resumes them when every worker is whole"
+            else:
+                state += f". {again.capitalize()}"
         self.lead.release()
         return "; ".join([state, *stuck])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest, listed
 from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.speaker import Heading, Speaker
@@ -41,8 +42,8 @@ def meet(
 
     With ``wanted`` it also says which boxes of them it wants, and where. ``engines`` are those to meet (default: all);
     what must hold is looked at for the whole fleet. Raises ``PushError`` listing every fault: unknown tensors, wrong
-    shapes or dtypes, parameters left incomplete. Workers that were refused, or that cannot open the probe, stay
-    strangers: a claim must not find them known.
+    shapes or dtypes, parameters left incomplete; and ``UnsupportedError`` for an engine that has two names. Workers
+    that were refused, or that cannot open the probe, stay strangers: a claim must not find them known.
     """
     fleet = speaker.fleet
 
@@ -60,8 +61,15 @@ def meet(
 
     asked = list(fleet.engines if engines is None else engines)
     replies = speaker.ask("init", body, asked)
+    known: dict[str, Engine] = {}
     for engine in asked:
         engine.take_over(replies.of(engine))
+    for engine in fleet.engines:
+        # Of two names for one engine the second one's messages are repeated ones, which says nothing to anybody.
+        said = {report.worker.engine for report in replies.of(engine)} or {engine.id}
+        for other in (known.setdefault(name, engine) for name in said if name):
+            if other is not engine:
+                raise UnsupportedError(f"{other.where} and {engine.where} are the same engine: name it once")
     refuse(replies.faults, "connect refused")
     for engine in asked:
         reports = replies.of(engine)

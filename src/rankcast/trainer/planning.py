@@ -90,7 +90,8 @@ class Planning:
                 if row.name not in direct:
                     why = self.ways.reasons.get(row.name, UNREADABLE)
                     cure = (
-                        f"declare the wire dtype at the source, for example ModuleSource(model, dtype=torch.{dtype})"
+                        f"declare the wire dtype at the source, for example ModuleSource(model, dtype=torch.{dtype}), "
+                        f"or yield tensor.to(torch.{dtype})"
                         if can_round(row.dtype, dtype)
                         else f"give the source a {dtype} tensor of that name"
                     )

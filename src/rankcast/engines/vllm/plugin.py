@@ -22,23 +22,28 @@ def register() -> None:
     """Register the backend with vLLM; harmless when repeated.
 
     On a release of vLLM that rankcast was not tested with, the backend is still registered, and refuses by name when an
-    engine with it is created: an unknown backend would be a much less helpful error.
+    engine with it is created: an unknown backend would be a much less helpful error. Where a package that rankcast
+    needs is missing it is not registered, and a warning says so: who serves without it must not notice.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as missing:
         logger.debug("rankcast is not registered as a weight-transfer backend: %s", missing)
         return
-    os.environ.setdefault(SEED_VARIABLE, secrets.token_hex(16))
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rankcast.engines.vllm.engine", "RankcastEngine")
-    from rankcast.engines.vllm import adapter
-
-    if adapter.unsupported_version() is None:
+    try:
+        from rankcast.engines.vllm import adapter
         from rankcast.engines.vllm.core_hooks import hook_engine_core
         from rankcast.engines.vllm.llm_hooks import hook_llm_engine
         from rankcast.engines.vllm.worker_hooks import hook_worker
-
+    except ImportError as missing:
+        logger.warning(
+            "rankcast is not registered as a weight-transfer backend, its installation is broken: %s", missing
+        )
+        return
+    os.environ.setdefault(SEED_VARIABLE, secrets.token_hex(16))
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rankcast.engines.vllm.engine", "RankcastEngine")
+    if adapter.unsupported_version() is None:
         hook_worker()
         hook_engine_core()
         hook_llm_engine()

@@ -6,11 +6,12 @@ This package's front knows the kinds there are; it must not know what any of the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from torch import nn
 
+from rankcast.errors import UnsupportedError
 from rankcast.trainer.sources.base import Weight, WeightSource
 from rankcast.trainer.sources.declared import Declared, DeclaredSource
 from rankcast.trainer.sources.exported import ExportedShards, RankShards, export_shards
@@ -40,7 +41,7 @@ def as_source(source: object) -> WeightSource:
     """The source that ``source`` stands for: a ``WeightSource`` itself, a ``nn.Module``, a checkpoint's path (str or
     path), or a function without arguments that returns an iterator of (name, tensor).
 
-    Raises ``TypeError`` listing these for anything else.
+    Raises ``UnsupportedError`` listing these for anything else.
     """
     if isinstance(source, WeightSource):
         return source
@@ -53,7 +54,9 @@ def as_source(source: object) -> WeightSource:
     hint = ""
     if hasattr(source, "__next__"):
         hint = "; a generator can be gone through only once, and every push needs a new pass: pass the function"
-    raise TypeError(
+    elif isinstance(source, Mapping):
+        hint = "; of a dict of whole tensors: lambda: iter(tensors.items())"
+    raise UnsupportedError(
         f"{type(source).__name__} is no weight source: give a torch.nn.Module, a rankcast.WeightSource, the path of a "
         f"safetensors checkpoint, or a function that returns an iterator of (name, tensor){hint}"
     )

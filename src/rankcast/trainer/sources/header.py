@@ -69,7 +69,8 @@ def read_header(descriptor: int, size: int, label: str) -> tuple[Located, ...]:
     (length,) = struct.unpack("<Q", _read(descriptor, 8, 0, label))
     if length > min(HEADER_LIMIT, size - 8):
         raise SourceError(
-            f"{label} says that its header has {length} bytes; the file has {size} and the format allows {HEADER_LIMIT}"
+            f"{label} is no safetensors file, or a damaged one: by its first eight bytes its header has {length} "
+            f"bytes; the file has {size} and the format allows {HEADER_LIMIT}"
         )
     return _laid_out(_records(_read(descriptor, length, 8, label), label), 8 + length, size, label)
 
