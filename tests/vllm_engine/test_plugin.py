@@ -22,7 +22,7 @@ HOOKED = {
         "update_weights",
         "finish_weight_update",
     ),
-    "vllm.v1.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep"),
+    "vllm.v1.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep", "set_weight_version"),
     "vllm.v1.engine.llm_engine:LLMEngine": ("collective_rpc", "add_request", "step"),
 }
 
@@ -37,6 +37,23 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment_of(), **environment},
         check=False,
     )
+
+
+def test_an_installation_that_lacks_a_package_harms_no_engine_and_says_what_is_missing() -> None:
+    done = python(
+        """
+import logging, sys
+logging.basicConfig()
+sys.modules["xxhash"] = None
+from rankcast.engines.vllm.plugin import register
+register()
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+assert "rankcast" not in WeightTransferEngineFactory._registry
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rankcast is not registered as a weight-transfer backend, its installation is broken" in done.stderr
+    assert "xxhash" in done.stderr
 
 
 def test_loading_it_twice_hooks_once() -> None:

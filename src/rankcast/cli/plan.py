@@ -31,6 +31,9 @@ def plan(
 
     Runs no process and reads no weights: config.json and the two grids say everything. A grid that does not divide the
     model is refused, saying by what.
+
+    broadcast and per_layer are a trainer that gathers every tensor and feeds it to the engine's own loader, without and
+    with a list for each layer: what people do today. ranklocal and direct are rankcast's.
     """
     size = options.parse_size(bucket, "--bucket")
     with reported(json):
