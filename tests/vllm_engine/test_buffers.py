@@ -14,10 +14,19 @@ import pytest
 import torch
 
 import rankcast
+from rankcast.engines.vllm.installer import LayerwiseInstaller
+from rankcast.trace.fingerprint import Fingerprint
 
 pytestmark = pytest.mark.vllm
 
 WIDTH = 300_000
+
+
+class Alone(LayerwiseInstaller):
+    """The installer without vLLM's groups of workers, of which there are none here: only a fingerprint asks them."""
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint("Model")
 
 
 class Activation(torch.nn.Module):
@@ -55,8 +64,6 @@ def loaded(model: Model) -> rankcast.Receiver:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from rankcast.engines.vllm.installer import LayerwiseInstaller
-
     made: Any = type("Made", (Method, QuantizeMethodBase), {"create_weights": None, "apply": None})
     model.act.quant_method = made()
     layerwise.record_metadata_for_reloading(model)
@@ -64,7 +71,7 @@ def loaded(model: Model) -> rankcast.Receiver:
     parallel = Given(enable_eplb=False, distributed_executor_backend=None, data_parallel_size=1)
     kind = Given(quantization=None, dtype=torch.float32, hf_config=Given())
     config: Any = Given(parallel_config=parallel, lora_config=None, speculative_config=None, model_config=kind)
-    return rankcast.Receiver(model, installer=LayerwiseInstaller(model, config))
+    return rankcast.Receiver(model, installer=Alone(model, config))
 
 
 def source(value: float) -> torch.nn.Module:
