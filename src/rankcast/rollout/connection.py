@@ -169,6 +169,7 @@ class Connection:
         if body.program is not None:
             check_program(body.program, self._scope.parameters, len(handles))
         self._scope.check(manifest, body.program)
+        self._scope.check_rounds(manifest, body.schedule.rounds)
         try:
             opened = self._segments.use(handles)
             delivery = Delivery(body.schedule, opened, turns)

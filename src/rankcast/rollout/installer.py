@@ -7,7 +7,7 @@ handed tensors and trusts that they were checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,12 @@ class Installer(Protocol):
     def by_loader(self) -> Mapping[str, str]:
         """Destinations that only the loader can fill, with the reason; they are never in a copy program."""
 
+    def objects(self) -> int:
+        """A number that changes when a parameter is replaced by another object, which a loader might not notice.
+
+        0 for engines whose loaders look parameters up anew.
+        """
+
     def check(self, targets: TracedTargets) -> None:
         """Hand ``targets`` the parameters and buffers as ``trace`` would see them now, and the required names.
 
@@ -93,6 +99,28 @@ def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor
             _collect(child, f"{prefix}{name}.", found)
 
 
+_Held = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
+
+
+def _put_back(held: _Held) -> None:
+    """Undo what a loader that assigns instead of copying did to modules while it was traced.
+
+    Raises ``ManifestError`` naming the first such parameter: what such a loader would fill cannot be proved.
+    """
+    replaced = ""
+    for module, parameters, buffers in held:
+        for now, before in ((module._parameters, parameters), (module._buffers, buffers)):
+            for name in [name for name in {**before, **now} if now.get(name) is not before.get(name)]:
+                replaced = replaced or f"{name} of a {type(module).__name__}"
+                now.clear()
+                now.update(before)
+    if replaced:
+        raise ManifestError(
+            f"the loader replaces {replaced} instead of copying into it: copy into the parameter that is there "
+            "(parameter.data.copy_(tensor), load_state_dict without assign=True)"
+        )
+
+
 class LoaderInstaller:
     """Installs in place through ``load_weights(iterator of (name, tensor))``, for models that keep what they load.
 
@@ -114,7 +142,11 @@ class LoaderInstaller:
         self._may_ignore = may_ignore
 
     def trace(self, manifest: Manifest) -> Trace:
-        return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint())
+        held = [(m, dict(m._parameters), dict(m._buffers)) for m in self._model.modules()]
+        try:
+            return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint())
+        finally:
+            _put_back(held)
 
     def fingerprint(self) -> Fingerprint:
         own = getattr(self._model, "trace_fingerprint", None)
@@ -134,6 +166,9 @@ class LoaderInstaller:
 
     def by_loader(self) -> Mapping[str, str]:
         return {}
+
+    def objects(self) -> int:
+        return hash(tuple(map(id, (*self._model.parameters(), *self._model.buffers()))))
 
     def check(self, targets: TracedTargets) -> None:
         parameters = dict(self._model.named_parameters())

@@ -130,20 +130,21 @@ class CopyProgram:
         known[1].run()
 
     def bind(self, targets: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """The pairs of views for the parameters in ``targets``; other routes are left out. Writes their padding.
+        """The pairs of views for the parameters in ``targets``, and their padding; other routes are left out.
 
         Raises ``ManifestError`` naming a target that is no longer what was traced, of another shape, dtype or layout,
-        before it writes anything.
+        before anything is written.
         """
         for name, target in targets.items():
             if self.writes(name) or self.fills(name):
                 self._traced.check_one(name, target)
-        with torch.no_grad():
-            for name, target in targets.items():
-                for one in self._padding.get(name, ()):
-                    _view(target, one.offset, one.sizes, one.strides).fill_(one.value)
+        padding = [
+            (_view(target, one.offset, one.sizes, one.strides), one.value)
+            for name, target in targets.items()
+            for one in self._padding.get(name, ())
+        ]
         routes = [i for name in targets for i in self._by_parameter.get(name, ())]
-        return BoundProgram(self, routes, self.pairs(targets))
+        return BoundProgram(self, routes, self.pairs(targets), padding)
 
     def take_digests(self, wanted: bool) -> None:
         """Whether to digest, in every run from now on, what each route has filled."""
@@ -192,7 +193,9 @@ class BoundProgram:
         program: CopyProgram,
         routes: Sequence[int],
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor | FileRead]],
+        padding: Sequence[tuple[torch.Tensor, complex]],
     ) -> None:
+        self._padding = padding
         self._program = program
         self._routes = routes
         self._views = [view for view, _ in pairs]
@@ -207,11 +210,14 @@ class BoundProgram:
                 self._sources.append(source)
 
     def run(self) -> None:
-        """Copy every box. Where dtypes differ the copy rounds, once, exactly as ``Tensor.to`` does.
+        """Fill the padding and copy every box. Where dtypes differ a copy rounds, once, exactly as ``Tensor.to``.
 
         Raises ``LocationError`` when a file was truncated while it was read.
         """
         with torch.no_grad():
+            # Every time: memory that was discarded and came back at the same address has lost it.
+            for view, value in self._padding:
+                view.fill_(value)
             if self._destinations:
                 torch._foreach_copy_(self._destinations, self._sources)
             for view, read in self._reads:

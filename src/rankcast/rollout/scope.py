@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
+from rankcast.rollout.by_round import check_rounds
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.padding import Padding, cleared_by, padding_of
 from rankcast.rollout.program import CopyProgram
@@ -32,6 +33,7 @@ class Scope:
         """
         self.manifest = manifest
         self._trace: Trace = installer.trace(manifest)
+        self._objects = installer.objects()
         self._casts = {cast.name: cast for cast in self._trace.casts()}
         if not casts:
             self._refuse_casts(self._casts)
@@ -120,13 +122,21 @@ class Scope:
                 raise ManifestError(f"missing tensors: {listed(absent)}", tensor=absent[0])
         self.check_complete()
 
+    def check_rounds(self, scheduled: Manifest, rounds: Sequence[int]) -> None:
+        """Raise ``ManifestError`` unless the loader does in each round exactly its part of the trace."""
+        check_rounds(self._trace, self._installer.trace, scheduled, rounds)
+
     def diff(self, later: Scope) -> list[str]:
         """In words, what the loader does otherwise by the trace of ``later``; empty when the traces are the same."""
         return [] if self._trace.hash == later._trace.hash else self._trace.diff(later._trace)
 
     def changes(self) -> list[str]:
         """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
-        return self._trace.fingerprint.changes(self._installer.fingerprint())
+        lines = self._trace.fingerprint.changes(self._installer.fingerprint())
+        if self._objects != self._installer.objects():
+            # A loader may have kept the old one, and go on filling it.
+            lines.append("a parameter was replaced by another")
+        return lines
 
     def check_targets(self) -> None:
         """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from rankcast.errors import ManifestError, UnsupportedError
+from rankcast.errors import ManifestError, SourceError, UnsupportedError
+from rankcast.geometry import extent
 from rankcast.trainer.sources.dtensor import is_sharded, local_tensor
 from rankcast.transports.segment import dtype_name, torch_dtype
 
@@ -37,7 +38,7 @@ def plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, which is no DTensor, detached.
 
     Raises ``UnsupportedError`` for a tensor without plain values: one without data (meta, lazy), a sparse or quantised
-    one.
+    one; and ``SourceError`` for one whose storage was freed.
     """
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedError(f"{name} is not initialised yet: run the module once first", tensor=name)
@@ -47,6 +48,15 @@ def plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(
             f"{name} is a {tensor.layout} or quantised tensor: convert it to a dense one", tensor=name
         )
+    if tensor.numel():
+        there = tensor.untyped_storage().nbytes()
+        needed = (int(tensor.storage_offset()) + extent(tensor.shape, tensor.stride())) * tensor.element_size()
+        if there < needed:
+            raise SourceError(
+                f"{name} needs {needed} bytes and its storage has {there}: it was freed or offloaded; bring it back "
+                "before it is pushed",
+                tensor=name,
+            )
     return tensor.detach()
 
 
