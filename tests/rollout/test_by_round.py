@@ -149,7 +149,7 @@ def test_a_tensor_that_goes_direct_is_missed_by_a_loader_that_asks_for_it() -> N
     assert held(served, ("embed", "head")) == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize("mode", ["ranklocal", "broadcast", "auto"])
+@pytest.mark.parametrize("mode", ["ranklocal", "broadcast"])
 def test_a_loader_that_keeps_parameters_is_not_trusted_once_one_of_them_was_replaced(mode: str) -> None:
     class Caching(Served):
         def __init__(self) -> None:

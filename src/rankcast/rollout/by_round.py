@@ -23,10 +23,13 @@ _WAY_OUT = (
 )
 
 
-def check_rounds(whole: Trace, trace: Callable[[Manifest], Trace], scheduled: Manifest, rounds: Sequence[int]) -> None:
+def check_rounds(
+    whole: Trace, trace: Callable[[Manifest], Trace], scheduled: Manifest, rounds: Sequence[int], *, again: bool
+) -> None:
     """Raise ``ManifestError``, naming a tensor, unless every round of ``scheduled`` does its part of ``whole``.
 
-    ``rounds`` has the round of each tensor of ``scheduled``, and ``trace`` runs the loader as it is now.
+    ``rounds`` has the round of each tensor of ``scheduled``, and ``trace`` runs the loader as it is now. ``again`` says
+    that a round of everything is traced too, because the loader may do something else since ``whole`` was taken.
     """
     round_of = dict(zip(scheduled.names, rounds, strict=True))
     expected: dict[int, Counter[Any]] = {turn: Counter() for turn in set(rounds)}
@@ -43,7 +46,7 @@ def check_rounds(whole: Trace, trace: Callable[[Manifest], Trace], scheduled: Ma
     filled: set[Any] = set()
     for turn in sorted(expected):
         part = scheduled.take(i for i, at in enumerate(rounds) if at == turn)
-        alone = whole if part.names == whole.manifest.names else trace(part)
+        alone = whole if part.names == whole.manifest.names and not again else trace(part)
         found = Counter(_copies(alone))
         for copy in (*(found - expected[turn]), *(expected[turn] - found)):
             raise ManifestError(

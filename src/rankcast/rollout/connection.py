@@ -87,6 +87,7 @@ class Connection:
         self._scope.check_overlaps()
         self._segments = Segments()
         self._prepared: Prepared | None = None
+        self._scheduled: tuple[Manifest, tuple[int, ...]] = Manifest.of(()), ()
 
     @staticmethod
     def try_probe(probe: Handle) -> tuple[bool, str]:
@@ -141,6 +142,7 @@ class Connection:
             self._prepare_anew(body, body.handles)
         # In every session, also one of the same plan: an engine may have replaced a parameter since.
         self._scope.check_targets()
+        self._scope.check_rounds(*self._scheduled)
         prepared = self.prepared
         self._prepared = dataclasses.replace(prepared, digests={} if body.digests else None)
         if prepared.program is not None:
@@ -169,7 +171,7 @@ class Connection:
         if body.program is not None:
             check_program(body.program, self._scope.parameters, len(handles))
         self._scope.check(manifest, body.program)
-        self._scope.check_rounds(manifest, body.schedule.rounds)
+        self._scheduled = manifest, body.schedule.rounds
         try:
             opened = self._segments.use(handles)
             delivery = Delivery(body.schedule, opened, turns)

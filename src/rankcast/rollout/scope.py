@@ -34,6 +34,7 @@ class Scope:
         self.manifest = manifest
         self._trace: Trace = installer.trace(manifest)
         self._objects = installer.objects()
+        self._proved: tuple[Manifest, Sequence[int], int] | None = None
         self._casts = {cast.name: cast for cast in self._trace.casts()}
         if not casts:
             self._refuse_casts(self._casts)
@@ -123,8 +124,15 @@ class Scope:
         self.check_complete()
 
     def check_rounds(self, scheduled: Manifest, rounds: Sequence[int]) -> None:
-        """Raise ``ManifestError`` unless the loader does in each round exactly its part of the trace."""
-        check_rounds(self._trace, self._installer.trace, scheduled, rounds)
+        """Raise ``ManifestError`` unless the loader does in each round exactly its part of the trace.
+
+        It is asked again once a parameter was replaced by another: it may have kept the old one, and go on filling it.
+        """
+        objects = self._installer.objects()
+        if self._proved == (scheduled, rounds, objects):
+            return
+        check_rounds(self._trace, self._installer.trace, scheduled, rounds, again=objects != self._objects)
+        self._proved = (scheduled, rounds, objects)
 
     def diff(self, later: Scope) -> list[str]:
         """In words, what the loader does otherwise by the trace of ``later``; empty when the traces are the same."""
@@ -132,11 +140,7 @@ class Scope:
 
     def changes(self) -> list[str]:
         """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
-        lines = self._trace.fingerprint.changes(self._installer.fingerprint())
-        if self._objects != self._installer.objects():
-            # A loader may have kept the old one, and go on filling it.
-            lines.append("a parameter was replaced by another")
-        return lines
+        return self._trace.fingerprint.changes(self._installer.fingerprint())
 
     def check_targets(self) -> None:
         """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""
