@@ -195,12 +195,13 @@ class Connection:
         return held is not None and (held.hash, held.installs) == (body.plan_hash, body.installs)
 
     def verify(self) -> None:
-        """Compare every open segment with its record once more; raises ``LocationError``.
+        """Prove that every open segment is still there to be read; raises ``LocationError``.
 
-        What is read next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this
-        process's own copy since, and a program reads whatever lies on it besides.
+        Prepare has just compared each with what its owner has, who watches from then on whether one moves. What is read
+        next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this process's own
+        copy since, and a program reads whatever lies on it besides.
         """
-        self._segments.use(self.prepared.handles)
+        self._segments.verify_sizes()
         self._segments.refresh()
 
     def _forget(self) -> None:

@@ -56,6 +56,11 @@ class Segments:
                 self._open[handle] = open_any(handle)
         return [self._open[handle] for handle in handles]
 
+    def verify_sizes(self) -> None:
+        """Raise ``LocationError`` when a segment has shrunk since it was last verified, a moment ago."""
+        for segment in self._open.values():
+            segment.verify_size()
+
     def lend(self, segments: Iterable[Opened]) -> None:
         """Remember that a loader is going to be given tensors of ``segments``."""
         self._lent.update(segments)

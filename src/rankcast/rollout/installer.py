@@ -88,15 +88,17 @@ def persistent_buffers(model: torch.nn.Module) -> frozenset[str]:
     )
 
 
-def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
-    """All parameters and buffers below ``module``, under every name: torch's own walk takes longer than some pushes."""
-    for held in (module._parameters, module._buffers):
+def _collect(
+    module: torch.nn.Module, prefix: str, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]
+) -> None:
+    """All that is below ``module``, under every name: torch's own walk takes longer than some pushes."""
+    for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
         for name, tensor in held.items():
             if tensor is not None:
                 found[prefix + name] = tensor
     for name, child in module._modules.items():
         if child is not None:
-            _collect(child, f"{prefix}{name}.", found)
+            _collect(child, f"{prefix}{name}.", parameters, buffers)
 
 
 _Held = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
@@ -168,11 +170,11 @@ class LoaderInstaller:
         return {}
 
     def objects(self) -> int:
-        return hash(tuple(map(id, (*self._model.parameters(), *self._model.buffers()))))
+        return hash(tuple(map(id, self._live()[1].values())))
 
     def check(self, targets: TracedTargets) -> None:
-        parameters = dict(self._model.named_parameters())
-        targets.check({**parameters, **dict(self._model.named_buffers())}, parameters.keys())
+        parameters, live = self._live()
+        targets.check(live, parameters.keys())
 
     def begin(self) -> None:
         """Nothing to set up: the loader writes into the parameters as they are."""
@@ -182,8 +184,7 @@ class LoaderInstaller:
             self._load_weights(iter(weights))
 
     def copy(self, program: CopyProgram) -> None:
-        live: dict[str, torch.Tensor] = {}
-        _collect(self._model, "", live)
+        _, live = self._live()
         program.run({name: tensor for name, tensor in live.items() if program.writes(name) or program.fills(name)})
 
     def finish(self) -> None:
@@ -191,6 +192,13 @@ class LoaderInstaller:
 
     def abandon(self) -> None:
         """Nothing is held."""
+
+    def _live(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters, and all destinations, as they are now; under each of several names that one has."""
+        parameters: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        _collect(self._model, "", parameters, buffers)
+        return parameters, {**parameters, **buffers}
 
     def _destinations(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}

@@ -189,6 +189,9 @@ class OpenedFile:
         check_owner(self._handle.owner)
         _check_status(status_of(self._source, self._handle.owner, self.label), self._handle, self.label)
 
+    def verify_size(self) -> None:
+        """Nothing to do: a read of a file that has shrunk is short, and says so."""
+
     def refresh(self) -> None:
         """Nothing to do: every read asks the file anew."""
 

@@ -99,7 +99,15 @@ class OpenedSegment(ABC):
 
     @abstractmethod
     def verify(self) -> None:
-        """Compare the open segment with its record once more; raises ``LocationError`` when it shrank or went away."""
+        """Compare what its owner has there with the record once more; raises ``LocationError`` when it is another, or
+        gone."""
+
+    @abstractmethod
+    def verify_size(self) -> None:
+        """Raise ``LocationError`` when what is open here has shrunk, so that reading it would kill this process.
+
+        Costs less than ``verify``, and suffices right after it.
+        """
 
     @abstractmethod
     def refresh(self) -> None:
