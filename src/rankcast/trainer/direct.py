@@ -227,14 +227,17 @@ def plan_of(manifest: Manifest, shards: Shards, wanted: Sequence[Wanted], direct
     keep[[manifest.index[name] for name in direct]] = True
     distinct: dict[bytes, int] = {}
     traces: list[Destinations] = []
+    names: list[tuple[str, ...]] = []
     of_worker: list[int] = []
     for worker in wanted:
         key = msgspec.msgpack.encode(worker)
         if key not in distinct:
             distinct[key] = len(traces)
             traces.append(_destinations(worker, manifest, keep))
+            names.append(worker.parameters.names)
         of_worker.append(distinct[key])
-    fleet = Fleet(tuple(traces), np.array(of_worker, dtype=np.int32), np.zeros(len(of_worker), dtype=np.int32))
+    hosts = np.zeros(len(of_worker), dtype=np.int32)
+    fleet = Fleet(tuple(traces), np.array(of_worker, dtype=np.int32), hosts, tuple(names))
     return make_plan(manifest, shards.take(keep[shards.tensor]), fleet)
 
 
