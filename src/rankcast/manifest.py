@@ -64,6 +64,15 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(ordered[:LISTED])}{more} ({len(ordered)} in all)"
 
 
+def size(nbytes: float) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor: its checkpoint name, canonical dtype and full shape."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rankcast.errors import ManifestError
-from rankcast.manifest import LISTED
+from rankcast.manifest import LISTED, size
 from rankcast.plan.columns import DTYPE_NAMES, Ints
 
 if TYPE_CHECKING:
@@ -59,15 +59,6 @@ def tensor(plan: Plan, name: str) -> str:
     if len(rows) > 4 * LISTED:
         lines.append(f"  and {len(rows) - 4 * LISTED:,} more routes")
     return "\n".join(lines)
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def _reads(plan: Plan, worker: int, index: int, dims: int) -> list[str]:
