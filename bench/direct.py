@@ -22,59 +22,32 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(2, str(Path(__file__).resolve().parent.parent / "tests"))
 from case import TRAINER_RANKS, WORKERS, config_of
 from fleet import HERE, Fleet, environment
+
+from line_ranks import ObedientRanks
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Trainer:
+class Trainer(ObedientRanks):
     """The trainer's ranks; every call is made by all of them at once."""
 
+    seconds = 1200.0
+
     def __init__(self, config: dict[str, Any], folder: str) -> None:
-        self._ranks = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / "trainer.py"), str(rank), f"{folder}/store", json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment(),
-            )
-            for rank in range(TRAINER_RANKS)
-        ]
-
-    def all(self, call: str, *arguments: Any) -> list[Any]:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps([call, *arguments]) + "\n")
-            rank.stdin.flush()
-        answers = []
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            answers.append(json.loads(rank.stdout.readline() or '{"error": "a trainer rank died"}'))
-        failed = [answer["error"] for answer in answers if "error" in answer]
-        if failed:
-            raise RuntimeError("; ".join(failed))
-        return [answer["done"] for answer in answers]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        for rank in self._ranks:
-            rank.wait()
+        command = [sys.executable, str(HERE / "trainer.py"), f"{folder}/store", json.dumps(config)]
+        super().__init__(command, TRAINER_RANKS, environment())
 
 
 class Bench:

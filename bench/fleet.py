@@ -33,8 +33,8 @@ ROUTES = {
 
 def environment() -> dict[str, str]:
     """What a process of the bench runs in: one thread, and this checkout."""
-    path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Fleet:

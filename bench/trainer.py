@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from case import TRAINER_RANKS, fill, held_by
+from case import fill, held_by
 
 import rankcast
+from line_ranks import claim_stdout, serve
 from rankcast.transports.shm import create_segment
 from rankcast_oracle import checkpoint_shapes
 
@@ -76,20 +77,11 @@ class BenchRank:
 
 
 def main() -> None:
-    rank = int(sys.argv[1])
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print must not look like an answer
+    replies = claim_stdout()
+    store, config, rank, size = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=TRAINER_RANKS)
-    own = BenchRank(rank, json.loads(sys.argv[3]))
-    for line in sys.stdin:
-        call, *arguments = json.loads(line)
-        try:
-            answer = {"done": getattr(own, call)(*arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    serve(BenchRank(rank, config), replies)
     os._exit(0)  # torch's process group waits at exit for ranks that are dead
 
 

@@ -1,7 +1,7 @@
 """Two ranks that train transformers' Qwen3-MoE under ``fully_shard`` and push each step; one process a rank.
 
 It knows transformers, FSDP2 and how to watch collectives and segments. It must not know what a worker must hold. Run as
-a program it is one rank: it reads a JSON request a line and answers each with a JSON line.
+a program it is one rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from line_ranks import claim_stdout, serve
 
 #: Libraries of operators that talk to other ranks.
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")
@@ -125,20 +127,11 @@ class Rank:
 
 
 def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print must not look like an answer
-    rank, size, folder, config = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    replies = claim_stdout()
+    folder, config, rank, size = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    own = Rank(rank, config, folder)
-    for line in sys.stdin:
-        call, *arguments = json.loads(line)
-        try:
-            answer = {"done": getattr(own, call)(*arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
+    serve(Rank(rank, config, folder), replies)
     os._exit(0)  # torch's process group waits at exit for ranks that are dead
 
 

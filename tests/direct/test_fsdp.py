@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from checkpoints import scaled_weights, tiny_config, write_checkpoint
-from direct.fsdp_ranks import FsdpTrainer, checkpoint_of, started_trainer
+from direct.fsdp_ranks import FsdpTrainer, checkpoint_of
 from end_to_end.seen import PROMPT, answer, differences, info
 from fleets import started_server
 from oracle import Layout
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[FsdpTrainer]:
-    with started_trainer(CONFIG, tmp_path) as made:
+    with FsdpTrainer(CONFIG, tmp_path) as made:
         yield made
 
 

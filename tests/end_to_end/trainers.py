@@ -1,7 +1,6 @@
 """Trainer ranks as real processes that connect and push as a test tells them, one call at a time.
 
-It knows how to start, ask, stop and kill ranks; it must not know what a push ought to do. Run as a program it is one
-rank: it reads a JSON request a line and answers each with a JSON line.
+It knows what such a rank can be asked for; it must not know what a push ought to do. Run as a program it is one rank.
 """
 
 from __future__ import annotations
@@ -9,65 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fleets import environment
-
-#: How long a rank may take for one call that nothing is wrong with.
-ANSWER_SECONDS = 60.0
+from line_ranks import ANSWER_SECONDS, LineRanks, claim_stdout, serve
 
 
-class Trainers:
+class Trainers(LineRanks):
     """``size`` trainer ranks in one gloo process group, run by the command ``within``; close with ``stop``."""
 
     def __init__(self, size: int, folder: Path, config: dict[str, Any], *, within: Sequence[str] = ()) -> None:
-        self.size = size
-        own = {"GLOO_SOCKET_IFNAME": "lo", "TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
-        command = [*within, sys.executable, __file__]
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**environment(), **own},
-            )
-            for rank in range(size)
-        ]
-        self._unread = [b""] * size
-
-    def ask(self, rank: int, call: str, *arguments: Any) -> None:
-        """Let ``rank`` make ``call``; ``answer`` has what came of it."""
-        pipe = self.processes[rank].stdin
-        assert pipe is not None
-        pipe.write(json.dumps([call, *arguments]).encode() + b"\n")
-        pipe.flush()
-
-    def answer(self, rank: int, seconds: float = ANSWER_SECONDS) -> Any:
-        """The next answer of ``rank``; fails the test when none comes in time. ``{"error": ...}`` when it raised."""
-        pipe = self.processes[rank].stdout
-        assert pipe is not None
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._unread[rank]:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
-                raise AssertionError(f"trainer rank {rank} has not answered within {seconds} s")
-            more = os.read(pipe.fileno(), 1 << 20)
-            assert more, f"trainer rank {rank} ended with {self.processes[rank].wait()}"
-            self._unread[rank] += more
-        line, self._unread[rank] = self._unread[rank].split(b"\n", 1)
-        return json.loads(line)
-
-    def all(self, call: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """Every rank makes ``call`` at the same time; their answers in rank order."""
-        for rank in range(self.size):
-            self.ask(rank, call, *arguments)
-        return [self.answer(rank, seconds) for rank in range(self.size)]
+        own = {"TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
+        super().__init__([*within, sys.executable, __file__], size, {**environment(), **own})
 
     def one(self, rank: int, call: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """One rank makes ``call``; its answer."""
@@ -78,25 +33,12 @@ class Trainers:
         """Wait until ``rank`` has died; its exit status."""
         return self.processes[rank].wait(seconds)
 
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-
 
 @contextlib.contextmanager
 def trainers(size: int, folder: Path, config: dict[str, Any], **options: Any) -> Iterator[Trainers]:
     folder.mkdir(parents=True, exist_ok=True)
-    made = Trainers(size, folder, config, **options)
-    try:
+    with Trainers(size, folder, config, **options) as made:
         yield made
-    finally:
-        made.stop()
 
 
 class _Rank:
@@ -207,19 +149,11 @@ def _main(rank: int, size: int) -> None:
 
     from rankcast.errors import RankcastError
 
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print must not look like an answer
+    replies = claim_stdout()
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{os.environ['TRAINER_STORE']}", rank=rank, world_size=size)
     own = _Rank(rank, size, json.loads(os.environ["TRAINER_CONFIG"]))
-    for line in sys.stdin:
-        call, *arguments = json.loads(line)
-        try:
-            answer = getattr(own, call)(*arguments)
-        except (RankcastError, RuntimeError) as error:
-            answer = {"error": type(error).__name__, "text": str(error), "faults": getattr(error, "faults", ())}
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
+    serve(own, replies, (RankcastError, RuntimeError))
     os._exit(0)  # torch's process group waits at exit for ranks that are dead
 
 

@@ -27,6 +27,7 @@ from rankcast import (
 from rankcast.control.inprocess import InProcessClient
 from rankcast.engines.reference.layout import Layout
 from rankcast.process import ProcessIdentity, this_process
+from rankcast.rollout.installer import LoaderInstaller
 from rankcast.wire.bodies import Owner
 
 CONFIG = tiny_config(num_hidden_layers=1, hidden_size=16, num_experts=2)
@@ -208,6 +209,114 @@ def test_a_loader_that_fails_leaves_the_worker_unusable_until_a_whole_update() -
         assert receiver.servable
         assert receiver.weight_version == "repaired"
         assert model.bias.tolist() == [1.0, 1.0]
+    receiver.close()
+
+
+class Fused(torch.nn.Module):
+    """A model of one fused parameter, or of two that may be tied; each kind of loader looks at its call as a whole."""
+
+    def __init__(self, **rows: int) -> None:
+        super().__init__()
+        for name, count in rows.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full((count, 3), -1.0)))
+
+    def part(self, name: str) -> torch.Tensor:
+        return self.get_parameter("qkv").data[2 * "qkv".index(name) :][:2]
+
+    def ties(self, weights: Any) -> None:
+        came = dict(weights)
+        for name, tensor in came.items():
+            self.get_parameter(name).data.copy_(tensor)
+        if "head" not in came and "embed" in came:
+            self.get_parameter("head").data.copy_(came["embed"])
+
+    def clears(self, weights: Any) -> None:
+        self.get_parameter("qkv").data.zero_()
+        for name, tensor in weights:
+            self.part(name).copy_(tensor)
+
+    def waits(self, weights: Any) -> None:
+        came = dict(weights)
+        if "q" in came:
+            self.part("q").copy_(came["q"])
+        if {"k", "v"} <= set(came):
+            self.part("k").copy_(came["k"])
+            self.part("v").copy_(came["v"])
+
+
+def tensors(names: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.full((2, 3), float(number + 1)) for number, name in enumerate(names)}
+
+
+TOGETHER: dict[str, Any] = {
+    "ties": ({"embed": 2, "head": 2}, ("embed", "head"), "head: .* is copied to twice in one session, from embed and"),
+    "clears": ({"qkv": 6}, ("q", "k", "v"), "qkv: .* is filled with 0 after q came there in the same session"),
+}
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_a_message_that_writes_over_an_earlier_one_is_refused_before_it_is_written(kind: str) -> None:
+    rows, names, words = TOGETHER[kind]
+    model = Fused(**rows)
+    receiver = Receiver(model, load_weights=getattr(model, kind))
+    with ByHand([receiver], tensors(names)) as by_hand:
+        receiver.start_weight_update()
+        receiver.update_weights(by_hand.bare(names[:1]))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ManifestError, match=rf"{words}.* in one update call"):
+            receiver.update_weights(by_hand.bare(names[1:]))
+        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+        receiver.abort_weight_update()
+        assert not receiver.servable
+        receiver.start_weight_update()
+        receiver.update_weights(by_hand.bare())
+        receiver.finish_weight_update("together")
+        assert receiver.servable
+        held = torch.cat([parameter.detach() for parameter in model.parameters()])
+        assert torch.equal(held, torch.cat(list(tensors(names).values())))
+    receiver.close()
+
+
+def test_a_loader_that_waited_for_a_partner_in_another_message_is_named_at_finish_and_nothing_is_served() -> None:
+    model = Fused(qkv=6)
+    receiver = Receiver(model, installer=LoaderInstaller(model, model.waits, may_ignore=lambda name: name in "kv"))
+    with ByHand([receiver], tensors("qkv")) as by_hand:
+        receiver.start_weight_update()
+        receiver.update_weights(by_hand.bare("qk"))
+        receiver.update_weights(by_hand.bare("v"))
+        with pytest.raises(
+            ManifestError, match=r"does not do with k in message 0 .* fill qkv\): .* in one update call"
+        ):
+            receiver.finish_weight_update("apart")
+        assert (receiver.servable, receiver.state, receiver.weight_version) == (False, "unusable", "")
+        receiver.start_weight_update()
+        receiver.update_weights(by_hand.bare("q"))
+        receiver.update_weights(by_hand.bare("kv"))
+        receiver.finish_weight_update("together")
+        assert receiver.servable
+        assert torch.equal(model.get_parameter("qkv").detach(), torch.cat(list(tensors("qkv").values())))
+    receiver.close()
+
+
+def test_a_loader_that_puts_a_tensor_elsewhere_once_all_come_at_once_is_named_at_finish() -> None:
+    model = Fused(qkv=6)
+    made: list[int] = []
+
+    def load(weights: Any) -> None:
+        for name, tensor in weights:
+            made.append(len(made))
+            # Until it has seen four tensors, two traces and two installs, it takes k for v and v for k.
+            model.part(name if len(made) > 4 or name == "q" else {"k": "v", "v": "k"}[name]).copy_(tensor)
+
+    receiver = Receiver(model, load_weights=load)
+    with ByHand([receiver], tensors("qkv")) as by_hand:
+        receiver.start_weight_update()
+        receiver.update_weights(by_hand.bare("k"))
+        receiver.update_weights(by_hand.bare("v"))
+        receiver.update_weights(by_hand.bare("q"))
+        with pytest.raises(ManifestError, match=r"does not do with k in message 0 what it does when all tensors come"):
+            receiver.finish_weight_update("swapped")
+        assert (receiver.servable, receiver.state) == (False, "unusable")
     receiver.close()
 
 

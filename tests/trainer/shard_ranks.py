@@ -1,17 +1,12 @@
 """Trainer ranks as real processes that export DTensors, and what each case holds.
 
 It knows meshes, and how to write down what a rank exports and reads; it must not know what is right. Run as a program
-it is one rank: for each line on its input, a case, it answers with a line once its files are there.
+it is one rank, which answers to a case once its files are there.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-TESTS = Path(__file__).resolve().parents[1]
+from fleets import environment
+from line_ranks import LineRanks, claim_stdout, serve
 
 #: Shapes that divide and that do not, with fewer rows than ranks, of 1 to 3 dimensions.
 SHAPES = ((8, 6), (7, 5), (2, 9), (1, 3), (12,), (3,), (5, 4, 3))
@@ -266,69 +261,25 @@ class Rank:
         return {"said": said, "after": len(source.shards()) > 0 and source.manifest() == before}
 
 
-class Ranks:
+class Ranks(LineRanks):
     """``size`` ranks, which live until ``stop``; ``run`` lets all of them make a case and returns their answers."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        self.size, self.folder = size, folder
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                bufsize=0,
-            )
-            for rank in range(size)
-        ]
+        self.folder = folder
+        super().__init__([sys.executable, __file__, str(folder)], size, environment())
 
     def run(self, case: str, seconds: float = 120.0) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(case.encode() + b"\n")
-        return [self._answer(rank, case, deadline) for rank in range(self.size)]
-
-    def _answer(self, rank: int, case: str, deadline: float) -> dict[str, Any]:
-        pipe = self.processes[rank].stdout
-        assert pipe is not None
-        text = b""
-        while not text.endswith(b"\n"):
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"rank {rank} has not answered to {case!r}"
-            more = os.read(pipe.fileno(), 1 << 20)
-            assert more, f"rank {rank} ended with {self.processes[rank].wait(timeout=60)} in {case!r}"
-            text += more
-        return json.loads(text)
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait(timeout=60)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        return self.all("run", case, seconds=seconds)
 
 
-def _main(rank: int, size: int, folder: Path) -> None:
+def _main(folder: Path, rank: int, size: int) -> None:
     import torch.distributed as dist
 
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print must not look like an answer
+    replies = claim_stdout()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
-    own = Rank(rank, size, folder)
-    for line in sys.stdin:
-        replies.write(json.dumps(own.run(line.rstrip("\n"))) + "\n")
-        replies.flush()
+    serve(Rank(rank, size, folder), replies, ())
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

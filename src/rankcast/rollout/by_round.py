@@ -1,26 +1,39 @@
-"""Whether a loader does the same with tensors that come round by round as it does with all of them at once.
+"""Whether a loader does the same with tensors that come part by part as it does with all of them at once.
 
 This module knows traces. It must not know sessions, segments or bytes. A loader is traced once with everything, but
-called once for each round with what is staged for it, and never with what goes direct. One that waits for a partner,
-clears a parameter, or fills one tensor from another because a third is not there, would leave other weights than the
-trace says: so each round is traced by itself, and must do exactly its part.
+called once for each round with what is staged for it (a client without rankcast's sessions: with each message), and
+never with what goes direct. One that waits for a partner, clears a parameter, or fills one tensor from another because
+a third is not there, would leave other weights than the trace says: so each part is traced by itself, and must do
+exactly its part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rankcast.errors import ManifestError
 from rankcast.geometry import box_of_view
 from rankcast.manifest import Manifest, listed
 from rankcast.trace.record import Trace
 
-_WAY_OUT = (
-    "a loader must do the same with a tensor whatever comes with it; where it needs several at once, raise "
-    "bucket_bytes until they come in one round, or hold them where they can go direct"
-)
+_SAME = "a loader must do the same with a tensor whatever comes with it; where it needs several at once, "
+_ROUND_WAY_OUT = f"{_SAME}raise bucket_bytes until they come in one round, or hold them where they can go direct"
+_MESSAGE_WAY_OUT = f"{_SAME}send them in one update call"
+
+
+class Part(NamedTuple):
+    """What the loader did with some tensors of an update: their names, its copies and its fills, by names."""
+
+    names: tuple[str, ...]
+    copies: list[Any]
+    fills: list[Any]
+
+
+def part_of(trace: Trace) -> Part:
+    """What can be compared of ``trace``, which is much less than a trace has."""
+    return Part(trace.manifest.names, _copies(trace), _fills(trace))
 
 
 def check_rounds(
@@ -31,50 +44,64 @@ def check_rounds(
     ``rounds`` has the round of each tensor of ``scheduled``, and ``trace`` runs the loader as it is now. ``again`` says
     that a round of everything is traced too, because the loader may do something else since ``whole`` was taken.
     """
-    round_of = dict(zip(scheduled.names, rounds, strict=True))
-    expected: dict[int, Counter[Any]] = {turn: Counter() for turn in set(rounds)}
+
+    def alone(turn: int) -> Part:
+        part = scheduled.take(i for i, at in enumerate(rounds) if at == turn)
+        done = part_of(whole if part.names == whole.manifest.names and not again else trace(part))
+        _check_clearing(whole, done, turn)
+        return done
+
+    _check(whole, dict(zip(scheduled.names, rounds, strict=True)), alone, "round", _ROUND_WAY_OUT)
+
+
+def check_messages(whole: Trace, messages: Sequence[Part]) -> None:
+    """Raise ``ManifestError``, naming a tensor, unless every message did its part of ``whole``, of them all."""
+    number = {name: i for i, message in enumerate(messages) for name in message.names}
+    _check(whole, number, messages.__getitem__, "message", _MESSAGE_WAY_OUT)
+
+
+def _check(whole: Trace, turn_of: Mapping[str, int], alone: Callable[[int], Part], what: str, way_out: str) -> None:
+    expected: dict[int, Counter[Any]] = {turn: Counter() for turn in set(turn_of.values())}
     for copy in _copies(whole):
-        turns = {round_of.get(name) for name in copy[0]}
+        turns = {turn_of.get(name) for name in copy[0]}
         if turns == {None}:
             continue
         if len(turns) > 1:
             raise ManifestError(
-                f"the loader makes one copy of {listed(copy[0])}, which do not all come in one round: {_WAY_OUT}",
+                f"the loader makes one copy of {listed(copy[0])}, which do not all come in one {what}: {way_out}",
                 tensor=copy[0][0],
             )
         expected[turns.pop()][copy] += 1  # type: ignore[index]  # None was passed over
     filled: set[Any] = set()
     for turn in sorted(expected):
-        part = scheduled.take(i for i, at in enumerate(rounds) if at == turn)
-        alone = whole if part.names == whole.manifest.names and not again else trace(part)
-        found = Counter(_copies(alone))
+        part = alone(turn)
+        found = Counter(part.copies)
         for copy in (*(found - expected[turn]), *(expected[turn] - found)):
             raise ManifestError(
-                f"the loader does not do with {copy[0][0]} in round {turn} what it does when all tensors come at "
-                f"once ({'it also fills' if copy in found else 'it does not fill'} {copy[1]}): {_WAY_OUT}",
+                f"the loader does not do with {copy[0][0]} in {what} {turn} what it does when all tensors come at "
+                f"once ({'it also fills' if copy in found else 'it does not fill'} {copy[1]}): {way_out}",
                 tensor=copy[0][0],
             )
-        filled.update(_fills(alone))
-        _check_clearing(whole, alone, turn, set(part.names))
+        filled.update(part.fills)
     written = {copy[1] for copies in expected.values() for copy in copies}
     for fill in _fills(whole):
         if fill[0] in written and fill not in filled:
-            raise ManifestError(f"the loader fills a part of {fill[0]} only when all tensors come at once: {_WAY_OUT}")
+            raise ManifestError(f"the loader fills a part of {fill[0]} only when all tensors come at once: {way_out}")
 
 
-def _check_clearing(whole: Trace, alone: Trace, turn: int, names: set[str]) -> None:
+def _check_clearing(whole: Trace, alone: Part, turn: int) -> None:
     """No round may wipe what another round, or a copy program, has brought."""
+    names = set(alone.names)
     others: dict[str, list[tuple[str, Any]]] = {}
     for copy in _copies(whole):
         if not names.intersection(copy[0]):
             others.setdefault(copy[1], []).append((copy[0][0], copy[2:5]))
-    for parameter, _, *fill in _fills(alone):
-        shape = alone.destinations.shapes[alone.destinations.index[parameter]]
+    for parameter, _, *fill in alone.fills:
         for name, view in others.get(parameter, ()):
-            if _meet(shape, fill, view):
+            if _meet(whole.destinations.shapes[whole.destinations.index[parameter]], fill, view):
                 raise ManifestError(
                     f"the loader clears {parameter} in round {turn}, where {name} lies, which does not come in that "
-                    f"round: {_WAY_OUT}",
+                    f"round: {_ROUND_WAY_OUT}",
                     tensor=name,
                 )
 

@@ -16,6 +16,7 @@ from rankcast.manifest import Manifest, listed
 from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.trace.fingerprint import Fingerprint, class_name
+from rankcast.trace.keeping import Keeping
 from rankcast.trace.record import Trace, trace_loader
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -146,7 +147,8 @@ class LoaderInstaller:
     def trace(self, manifest: Manifest) -> Trace:
         held = [(m, dict(m._parameters), dict(m._buffers)) for m in self._model.modules()]
         try:
-            return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint())
+            keeping = Keeping(self._model, self.may_ignore)
+            return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint(), keeping)
         finally:
             _put_back(held)
 

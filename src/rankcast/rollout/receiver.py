@@ -328,7 +328,7 @@ class Receiver:
             return
         delivery = self._bare.check(parsed)
         self._writing.weights(delivery.weights(0))
-        self._bare.deliver(parsed)
+        self._bare.deliver()
         answer.tensors, answer.nbytes = delivery.count(0), delivery.nbytes(0)
 
     # -- the end -----------------------------------------------------------------------------------------------------

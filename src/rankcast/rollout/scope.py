@@ -32,27 +32,27 @@ class Scope:
         With ``casts`` a dtype may differ, and is refused only for a tensor that is to come through the loader.
         """
         self.manifest = manifest
-        self._trace: Trace = installer.trace(manifest)
+        self.trace: Trace = installer.trace(manifest)
         self._objects = installer.objects()
         self._proved: tuple[Manifest, Sequence[int], int] | None = None
-        self._casts = {cast.name: cast for cast in self._trace.casts()}
+        self._casts = {cast.name: cast for cast in self.trace.casts()}
         if not casts:
             self._refuse_casts(self._casts)
-        self._by_loader = {**cleared_by(self._trace), **installer.by_loader()}
-        self._targets = TracedTargets(self._trace)
+        self._by_loader = {**cleared_by(self.trace), **installer.by_loader()}
+        self._targets = TracedTargets(self.trace)
         self._whole_modules = installer.whole_modules
-        self._touched = self._trace.touched()
+        self._touched = self.trace.touched()
         self._installer = installer
-        self._ignored = tuple(i for i in self._trace.ignored() if installer.may_ignore(manifest.names[i]))
+        self._ignored = tuple(i for i in self.trace.ignored() if installer.may_ignore(manifest.names[i]))
 
     @functools.cached_property
     def missing(self) -> list[str]:
         """One line for each parameter that the manifest leaves incomplete."""
-        return self._trace.missing(self._installer.required())
+        return self.trace.missing(self._installer.required())
 
     def check_overlaps(self) -> None:
         """Raise ``ManifestError`` when two tensors of the manifest go to the same place."""
-        overlaps = self._trace.overlaps()
+        overlaps = self.trace.overlaps()
         if overlaps:
             raise ManifestError(f"tensors would overwrite each other: {listed(overlaps)}")
 
@@ -69,18 +69,18 @@ class Scope:
             self._ignored,
             tuple(missing[:LISTED]),
             len(missing),
-            self._trace.untouched(self._installer.persistent_buffers()),
+            self.trace.untouched(self._installer.persistent_buffers()),
         )
 
     @property
     def parameters(self) -> frozenset[str]:
         """The names of this worker's destinations."""
-        return frozenset(self._trace.destinations.names)
+        return frozenset(self.trace.destinations.names)
 
     def wanted(self) -> Wanted:
         """The boxes that this worker wants, for a plan."""
         casts = {self.manifest.index[name]: cast.destination for name, cast in self._casts.items()}
-        return wanted_of(self._trace, self._by_loader, casts, whole_modules=self._whole_modules)
+        return wanted_of(self.trace, self._by_loader, casts, whole_modules=self._whole_modules)
 
     def program(self, program: Program, opened: Sequence[Opened]) -> CopyProgram:
         """``program`` over what was opened for it; raises ``LocationError`` where a route reaches outside of that."""
@@ -88,7 +88,7 @@ class Scope:
 
     @functools.cached_property
     def _padding(self) -> tuple[Padding, ...]:
-        return padding_of(self._trace)
+        return padding_of(self.trace)
 
     def _refuse_casts(self, names: Iterable[str]) -> None:
         found = [self._casts[name] for name in names if name in self._casts]
@@ -116,7 +116,7 @@ class Scope:
             if known != row:
                 raise ManifestError(f"{row} is announced, but it was {known} at init", tensor=row.name)
         if program is not None:
-            check_filled(self._trace, program, [self.manifest.index[name] for name in scheduled.names])
+            check_filled(self.trace, program, [self.manifest.index[name] for name in scheduled.names])
         else:
             absent = sorted(self.names - set(scheduled.names))
             if absent:
@@ -131,16 +131,16 @@ class Scope:
         objects = self._installer.objects()
         if self._proved == (scheduled, rounds, objects):
             return
-        check_rounds(self._trace, self._installer.trace, scheduled, rounds, again=objects != self._objects)
+        check_rounds(self.trace, self._installer.trace, scheduled, rounds, again=objects != self._objects)
         self._proved = (scheduled, rounds, objects)
 
     def diff(self, later: Scope) -> list[str]:
         """In words, what the loader does otherwise by the trace of ``later``; empty when the traces are the same."""
-        return [] if self._trace.hash == later._trace.hash else self._trace.diff(later._trace)
+        return [] if self.trace.hash == later.trace.hash else self.trace.diff(later.trace)
 
     def changes(self) -> list[str]:
         """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
-        return self._trace.fingerprint.changes(self._installer.fingerprint())
+        return self.trace.fingerprint.changes(self._installer.fingerprint())
 
     def check_targets(self) -> None:
         """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""

@@ -8,7 +8,7 @@ while it serves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankcast.errors import ManifestError, RankcastError, UnsupportedError
 from rankcast.manifest import Manifest
 from rankcast.trace.columns import Cast, Copies, Fills, Trace
-from rankcast.trace.coverage import storage_order
 from rankcast.trace.dtypes import dtype_name
 from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
-from rankcast.trace.targets import Targets, meta_tensors, storage_key
+from rankcast.trace.keeping import Keeping
+from rankcast.trace.operands import is_constant, only_moves, tensors_in, without_storage
+from rankcast.trace.targets import Targets, gone, meta_tensors, storage_key
 
 __all__ = ["Cast", "Trace", "trace_loader"]
 
@@ -56,27 +57,33 @@ def trace_loader(
     destinations: Mapping[str, torch.Tensor],
     manifest: Manifest,
     fingerprint: Fingerprint = NOTHING_SAID,
+    keeping: Keeping | None = None,
 ) -> Trace:
     """Record where ``load_weights`` puts the tensors of ``manifest`` in ``destinations``, without writing there.
 
     ``load_weights`` is called once, under ``torch.no_grad``, with an iterator of all (name, tensor) in the manifest's
     order; the tensors have full shapes and the manifest's dtypes and lie on the meta device. ``destinations`` are the
-    engine's real parameters and buffers by name; not one byte of them changes. ``fingerprint`` goes into the trace.
+    engine's real parameters and buffers by name; not one byte of them changes. ``fingerprint`` goes into the trace, and
+    ``keeping`` knows the modules in which the loader may have kept a tensor instead of copying it.
 
     Raises ``UnsupportedError`` naming operator and parameter when the loader writes in a way that cannot be recorded
     (anything but a copy of equal shape or a constant fill; a value computed from a parameter; a tensor that is no
     destination) or looks at values; ``ManifestError`` naming the tensor being loaded when the loader itself fails or
-    stops early.
+    stops early, and a tensor that it keeps elsewhere.
     """
-    targets = Targets(destinations)
+    targets, keeping = Targets(destinations), keeping or Keeping()
     recorder = _Recorder(manifest, targets, meta_tensors(manifest))
+    feed = recorder.feed()
     try:
         with torch.no_grad(), recorder:
-            load_weights(recorder.feed())
+            load_weights(feed)
     except Exception as fault:
         raise recorder.explain(fault) from fault
     finally:
+        feed.close()
+        recorder.let_go()
         exchanged = targets.restore()
+        held = keeping.put_back(recorder.alive())
     if recorder.refusal is not None:  # the loader caught it
         raise recorder.refusal
     if exchanged is not None:
@@ -84,7 +91,9 @@ def trace_loader(
             f"the loader gave {exchanged} another storage instead of writing to it", tensor=exchanged
         )
     recorder.check_exhausted()
-    return recorder.trace(fingerprint)
+    trace = recorder.trace(fingerprint)
+    keeping.check(trace, held, recorder.alive)
+    return trace
 
 
 class _Operator(NamedTuple):
@@ -119,10 +128,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._manifest = manifest
         self._targets = targets
-        # Kept until the trace is done, so that no later storage can take the address of one that is known.
-        self._kept = list(given)
         self._given = given
         self._lineage = {storage_key(t): _Lineage((i,), "", False) for i, t in enumerate(given)}
+        # Also so that no later storage can take the address of one that is known.
+        self._gone = {storage_key(t): gone(t) for t in given}
         self._made: set[int] = set()
         self._current: int | None = None
         self._fed = 0
@@ -137,11 +146,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         # to protect from a compilation that nobody asks for here. A torch that does not know the flag ignores it.
         return False
 
-    def feed(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def feed(self) -> Generator[tuple[str, torch.Tensor]]:
         """The manifest's tensors one by one; remembers which one the loader has."""
         for i, (name, tensor) in enumerate(zip(self._manifest.names, self._given, strict=True)):
             self._current, self._fed = i, i + 1
             yield name, tensor
+
+    def let_go(self) -> None:
+        """Hold no tensor any more: what is alive from now on is held by somebody else."""
+        self._given = []
+
+    def alive(self) -> dict[int, tuple[int, ...]]:
+        """The storages that are still there and have something of the given tensors, with which these are."""
+        known = ((key, self._lineage_of(key).sources) for key, gone in self._gone.items() if not gone())
+        return {key: sources for key, sources in known if sources}
 
     def check_exhausted(self) -> None:
         """Raise ``ManifestError`` unless the loader took every tensor that there was."""
@@ -191,7 +209,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def _compute(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         """Run an operator that writes nothing, and note whence what it returns comes."""
-        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         keys = {storage_key(tensor) for tensor in inputs}
         lineage = _NOTHING if operator.name in _FORM_ONLY else self._merge(keys, operator.name)
         if lineage.sources:
@@ -201,11 +219,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                     f"the loader looks at the values of {names} ({operator.name}), which a trace does not have",
                     tensor=self._manifest.names[lineage.sources[0]],
                 )
-            if operator.name == "aten::_to_copy" and _only_moves(args[0], kwargs):
+            if operator.name == "aten::_to_copy" and only_moves(args[0], kwargs):
                 return args[0].detach()
-            args, kwargs = _without_storage(args, kwargs)
+            args, kwargs = without_storage(args, kwargs)
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             key = storage_key(tensor)
             if key not in keys:
                 self._made.add(key)
@@ -222,8 +240,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         written = [
             kwargs.get(name) if place < 0 or place >= len(args) else args[place] for place, name in operator.written
         ]
-        into = list(_tensors(written))
-        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        into = list(tensors_in(written))
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         target = next((tensor for tensor in into if self._targets.holds(storage_key(tensor))), None)
         if target is not None:
             self._record(operator, target, args)
@@ -253,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 self._fill(operator, target, value)
                 return
             lineage = self._lineage_of(storage_key(value))
-            if lineage is _NOTHING and _constant(value):
+            if lineage is _NOTHING and is_constant(value):
                 self._fill(operator, target, value.as_strided((), (), value.storage_offset()).item())
             else:
                 self._copy(operator, target, value, lineage)
@@ -353,45 +371,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self._lineage.pop(key, None)
             return
         self._lineage[key] = lineage
-        if tensor.is_meta:
-            self._kept.append(tensor)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among ``values`` and in lists among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a ``_to_copy`` changes nothing but the device; the result then has the very elements and strides."""
-    same = (
-        kwargs.get("dtype") in (None, tensor.dtype)
-        and kwargs.get("layout") in (None, tensor.layout)
-        and kwargs.get("memory_format") in (None, torch.preserve_format)
-    )
-    return same and storage_order(tensor.shape, tensor.stride()) is not None
-
-
-def _constant(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one element, perhaps repeated, whose value is there."""
-    repeated = all(size == 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > 0 and repeated and not tensor.is_meta
-
-
-def _without_storage(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The same call on the meta device, where operands without values can meet those that have some."""
-
-    def bare(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.is_meta:
-                return value
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, (list, tuple)):
-            return type(value)(bare(one) for one in value)
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
-    return [bare(value) for value in args], {name: bare(value) for name, value in kwargs.items()}
+        if key not in self._gone:
+            self._gone[key] = gone(tensor)

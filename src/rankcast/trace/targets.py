@@ -6,9 +6,10 @@ This module knows torch storages. It must not know what a loader does or what a 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.geometry import extent
@@ -21,6 +22,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage object: equal for all views of one storage, for as long as it lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def gone(tensor: torch.Tensor) -> Callable[[], bool]:
+    """A question: whether the tensor's storage is gone. While it can be asked, no other storage has the same key."""
+    asked: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
+    return asked
 
 
 class Targets:

@@ -17,6 +17,7 @@ from rankcast.rollout.installer import persistent_buffers
 from rankcast.rollout.program import CopyProgram
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.trace.fingerprint import Fingerprint
+from rankcast.trace.keeping import Keeping
 from rankcast.trace.record import Trace, trace_loader
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class LayerwiseInstaller:
         adapter.check_supported(self._config)
         tied, fingerprint = self._tied, self.fingerprint()
         with adapter.on_meta(self._model):
-            return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint)
+            keeping = Keeping(self._model, self.may_ignore)
+            return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint, keeping)
 
     def fingerprint(self) -> Fingerprint:
         return adapter.fingerprint(self._model, self._config)
