@@ -60,7 +60,7 @@ class Segments:
         """Prove that all that is open is what it was; raises ``LocationError``.
 
         Of each owner's memory one segment is compared with what the owner has now, the others by their sizes: what is
-        open cannot be swapped, and an owner that moves one names another handle. This runs at every push, over hundreds.
+        open cannot be swapped, and an owner that moves one names another handle. Every push asks this of hundreds.
         """
         owners: set[ProcessIdentity] = set()
         last: ProcessIdentity | None = None
