@@ -28,6 +28,7 @@ from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import form_group
 from rankcast.trainer.leading import ROUTED, Leading
 from rankcast.trainer.pausing import PAUSE_MODES
+from rankcast.trainer.replicas import Replicas
 from rankcast.trainer.sources import as_source
 from rankcast.trainer.speaker import Speaker
 from rankcast.trainer.sync import Sync
@@ -86,9 +87,9 @@ def connect(
     they lie, which everything must; not with modes that stage), or ``auto``, either of them. ``bucket_bytes`` bounds
     each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``, what
     arrived is what was prepared, or ``digest`` besides, every worker took the bytes that the trainer had when the push
-    began. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing until a push completes.
-    ``pause``: how generation is paused around an update: ``keep`` running requests and go on with them, ``wait`` for
-    them, ``abort`` them, or ``None``, not at all.
+    began, and ranks that hold the same hold equal bytes. ``on_failure``: ``mark_unusable``, a worker that was half
+    written serves nothing until a push completes. ``pause``: how generation is paused around an update: ``keep``
+    running requests and go on with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
 
     ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
     ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
@@ -174,7 +175,7 @@ def connect(
         exports.refresh()
         checking = None
         if check == "digest":
-            checking = Checking(ranks, fleet)
+            checking = Checking(ranks, fleet, Replicas(ranks, found, exports))
             if leading is not None:
                 leading.checking = checking
         return Sync(ranks, found, exports, leading, direct, checking, _shown(progress), closing)
