@@ -27,12 +27,14 @@ from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import form_group
 from rankcast.trainer.leading import ROUTED, Leading
+from rankcast.trainer.lending import Lending
 from rankcast.trainer.pausing import PAUSE_MODES
 from rankcast.trainer.replicas import Replicas
 from rankcast.trainer.sources import as_source
 from rankcast.trainer.speaker import Speaker
 from rankcast.trainer.sync import Sync
 from rankcast.trainer.targets import clients, made_here
+from rankcast.transports.own_memory import lend
 from rankcast.transports.shm import sweep_leftovers
 from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec, find_secret
@@ -47,6 +49,7 @@ class _Outcome(msgspec.Struct, frozen=True):
     """What rank 0's meeting with the fleet came to, for the other ranks."""
 
     kind: str
+    connection: str
 
 
 class _Agreed(msgspec.Struct, frozen=True):
@@ -121,7 +124,7 @@ def connect(
         )
         exports = Exports(found, ranks, options=options, bucket_bytes=bucket_bytes)
         closing.callback(exports.close)
-        leading, fleet = None, None
+        leading, fleet, connection = None, None, ""
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
             sign = codec.sign if codec.signed else None
@@ -151,9 +154,11 @@ def connect(
                 digests=check == "digest",
             )
             closing.callback(leading.close)
-            exports.kind = leading.kind
-        outcome = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind)), "the fleet is met")
-        exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
+            exports.kind, connection = leading.kind, speaker.connection
+        said = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind, connection)), "the fleet is met")
+        outcome = msgspec.msgpack.decode(said, type=_Outcome)
+        exports.kind = outcome.kind
+        closing.callback(lend(outcome.connection, Lending(found)))
         direct = None
         if mode in ROUTED and exports.kind == "shm":
             direct = DirectExports(found, ranks, exports.manifests, insist=mode == "direct")
