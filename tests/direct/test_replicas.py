@@ -4,7 +4,7 @@ written, whichever way they would have gone; without it nobody looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from direct.ranks import Ranks, ranks
 from fleets_inprocess import Fleet, WatchedClient
 from oracle import unique_weights
 from rankcast import Declared, DeclaredSource, ModuleSource
+from rankcast.engines.reference.decoder import ReferenceModel
 from rankcast.engines.reference.layout import Layout
+from rankcast.rollout.installer import LoaderInstaller
 from rankcast.trainer import digests, replicas, staging
 
 CONFIG = tiny_config(num_hidden_layers=1, hidden_size=64, num_experts=4, vocab_size=300)
@@ -123,6 +125,34 @@ def test_a_replica_that_differs_is_refused_on_every_rank_naming_tensor_ranks_and
             spoil(held[odd], name)
             trainer.push("3")
             assert fleet.differences(new) == []
+
+
+class Computing(LoaderInstaller):
+    """Its loader computes with one tensor, which is staged for that; all others go direct."""
+
+    def __init__(self, model: ReferenceModel) -> None:
+        def load(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+            return model.load_weights((name, tensor + 0 if name == SMALL else tensor) for name, tensor in weights)
+
+        super().__init__(model, load)
+
+
+@pytest.mark.parametrize("name", [SMALL, LARGE])
+def test_in_auto_what_is_staged_is_compared_as_well_as_what_goes_direct(name: str) -> None:
+    held = modules()
+    old = become(held, 1)
+    with Fleet(CONFIG, LAYOUT, installer=lambda rank, model: Computing(model)) as fleet:
+        client = WatchedClient(fleet.receivers)
+        with ranks(client, [ModuleSource(m) for m in held], check="digest") as trainer:
+            report = trainer.push("1")[0]
+            assert report.direct_tensors == report.tensors - 1
+            become(held, 2)
+            spoil(held[1], name)
+            client.log.clear()
+            errors = refused_everywhere(trainer, "2")
+            assert {(type(error), error.tensor) for error in errors} == {(rankcast.DigestError, name)}
+            assert ("engine", "install") not in client.log
+        assert fleet.differences(old) == []
 
 
 def test_the_ranks_that_differ_are_told_from_those_that_agree_and_all_tensors_are_counted() -> None:
