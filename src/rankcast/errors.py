@@ -96,7 +96,8 @@ class InstallError(RankcastError):
 
 
 class DigestError(RankcastError):
-    """A worker took other bytes than the trainer had when the push began: something wrote them on the way."""
+    """A worker took other bytes than the trainer had when the push began: something wrote them on the way. Or trainer
+    ranks that hold the same tensor, or the same box of one, hold different bytes."""
 
     code = "digest"
     status = 422

@@ -105,6 +105,34 @@ def test_receivers_in_this_process_answer_too_and_nothing_is_guessed_for_them() 
             receiver.close()
 
 
+class Busy(InProcessClient):
+    """Receivers of which the last has no time to get its report through for the first ``late`` calls."""
+
+    def __init__(self, receivers: list[rankcast.Receiver], late: int) -> None:
+        super().__init__(receivers)
+        self.last, self.late, self.asked = receivers[-1], late, 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.asked += 1
+        self.last._reporter._seconds = 0.0 if self.asked <= self.late else 5.0
+        super().init_weight_transfer_engine(init_info)
+
+
+@pytest.mark.parametrize(("late", "asked", "answers"), [(0, 1, 2), (1, 2, 2), (9, 2, 1)])
+def test_a_worker_whose_report_did_not_get_through_is_asked_once_more(late: int, asked: int, answers: int) -> None:
+    workers = [Worker(engine="a" * 32, rank=rank, workers=2) for rank in range(2)]
+    receivers = [rankcast.Receiver(Model(), worker=worker) for worker in workers]
+    client = Busy(receivers, late)
+    try:
+        [status] = ask_status([("here", client)], Codec())
+        assert client.asked == asked
+        assert [one.worker for one in status.workers] == workers[:answers]
+        assert [fault.code for fault in status.faults] == ["engine"] * (answers < len(workers))
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
 class Hanging:
     """A client whose engine never answers."""
 

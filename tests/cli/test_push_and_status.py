@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -168,6 +169,10 @@ def test_an_engine_that_lost_a_worker_is_unusable_and_names_it(run, checkpoint_d
         assert "worker 1 of 2" in " ".join(ran.json["problems"])
 
 
+#: What an engine answers is asked for here, and not whether it does so within the usual time.
+PATIENT = ("--timeout", "300")
+
+
 @pytest.mark.parametrize("mine", [None, "other"])
 def test_a_wrong_secret_is_a_clear_error_and_changes_nothing(
     run, checkpoint_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, mine: str | None
@@ -176,7 +181,7 @@ def test_a_wrong_secret_is_a_clear_error_and_changes_nothing(
     with running_server(checkpoint_dirs["step-0"], secret="right") as url:
         if mine is not None:
             monkeypatch.setenv("RANKCAST_SECRET", mine)
-        status = run("status", url, "--json")
+        status = run("status", url, "--json", *PATIENT)
         assert status.code == 1
         assert said in " ".join(status.json["problems"])
         assert (status.json["reachable"], status.json["servable"]) == (True, False)
@@ -184,7 +189,7 @@ def test_a_wrong_secret_is_a_clear_error_and_changes_nothing(
         assert push.code == 1
         assert said in push.words
         monkeypatch.setenv("RANKCAST_SECRET", "right")
-        good = run("status", url, "--json")
+        good = run("status", url, "--json", *PATIENT)
         assert good.code == 0
         assert good.json["weight_version"] == "default"
         assert run("push", checkpoint_dirs["step-1"], url).code == 0
@@ -225,6 +230,8 @@ def test_a_push_on_a_terminal_keeps_one_live_line_and_stdout_clean(
     # Nothing of the line is left between it and what follows.
     assert shown.split("\r\n")[0].endswith(progress[-1].rstrip("\n"))
     assert "'step-1' is published: " in shown
+    assert re.search(r"\d [KM]iB to 4 workers", shown)
+    assert not re.search(r"\d [kM]B\b", shown)
 
 
 def _read_all(terminal: int) -> str:

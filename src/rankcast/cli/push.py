@@ -106,20 +106,21 @@ def version_of(checkpoint: Path) -> str:
 
 
 def _show(report: PushReport) -> None:
-    from rich.filesize import decimal
     from rich.table import Table
+
+    from rankcast.manifest import size
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("engine", overflow="fold")
     for name in ("worker", "dp", "pp", "tp", "tensors", "bytes", "seconds"):
         table.add_column(name, justify="right")
     for row in report.workers:
-        numbers = (row.rank, row.dp, row.pp, row.tp, f"{row.tensors:,}", decimal(row.nbytes), f"{row.seconds:.2f}")
+        numbers = (row.rank, row.dp, row.pp, row.tp, f"{row.tensors:,}", size(row.nbytes), f"{row.seconds:.2f}")
         table.add_row(row.where, *map(str, numbers))
     console = people()
     console.print(table)
     console.print(
-        f"{report.weight_version!r} is published: {report.tensors:,} tensors ({report.mode}), {decimal(report.nbytes)} "
+        f"{report.weight_version!r} is published: {report.tensors:,} tensors ({report.mode}), {size(report.nbytes)} "
         f"to {len(report.workers)} workers in {report.rounds} rounds, {report.seconds:.2f} s",
         markup=False,
         soft_wrap=True,

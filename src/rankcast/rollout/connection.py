@@ -13,6 +13,7 @@ import torch
 
 from rankcast.errors import LocationError, PayloadError, RankcastError, StateError
 from rankcast.manifest import Manifest
+from rankcast.rollout.apart import Apart
 from rankcast.rollout.delivery import Delivery, Segments, schedule_manifest
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.program import CopyProgram, check_program
@@ -87,6 +88,7 @@ class Connection:
         self._scope.check_overlaps()
         self._segments = Segments()
         self._prepared: Prepared | None = None
+        self._apart = Apart(name)
         self._scheduled: tuple[Manifest, tuple[int, ...]] = Manifest.of(()), ()
 
     @staticmethod
@@ -141,7 +143,7 @@ class Connection:
         else:
             self._prepare_anew(body, body.handles)
         # In every session, also one of the same plan: an engine may have replaced a parameter since.
-        self._scope.check_targets()
+        self._scope.check_targets(self._apart)
         self._scope.check_rounds(*self._scheduled)
         prepared = self.prepared
         self._prepared = dataclasses.replace(prepared, digests={} if body.digests else None)
@@ -187,6 +189,7 @@ class Connection:
                 f"plan {digest[:8]}: they are not those that the trainer means, or were changed on their way"
             )
         self._segments.lend(delivery.segments)
+        self._apart.reads(body.schedule, body.program, handles)
         self._prepared = Prepared(body.plan_hash, handles, body.installs, program, delivery)
 
     def holds(self, body: Prepare) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import LISTED, Manifest, listed
+from rankcast.rollout.apart import Apart
 from rankcast.rollout.by_round import check_rounds
 from rankcast.rollout.installer import Installer
 from rankcast.rollout.padding import Padding, cleared_by, padding_of
@@ -142,8 +143,10 @@ class Scope:
         """In words, what the engine says of itself now and did not when it was traced; empty when the trace holds."""
         return self.trace.fingerprint.changes(self._installer.fingerprint())
 
-    def check_targets(self) -> None:
-        """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced. Writes nothing."""
+    def check_targets(self, apart: Apart) -> None:
+        """Raise ``ManifestError`` naming a parameter that is not as it was when it was traced, and what ``apart``
+        raises for one that lies where something is read. Writes nothing."""
+        self._targets.apart = apart
         self._installer.check(self._targets)
 
     def check_complete(self) -> None:

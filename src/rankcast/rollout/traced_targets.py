@@ -12,6 +12,7 @@ import torch
 
 from rankcast.errors import ManifestError
 from rankcast.manifest import listed
+from rankcast.rollout.apart import Apart
 from rankcast.trace.dtypes import dtype_name, torch_dtype
 from rankcast.trace.record import Trace
 
@@ -26,9 +27,12 @@ class TracedTargets:
         written = sorted({*trace.copies.destinations, *trace.fills.destinations})
         self._forms = {names[at]: (shapes[at], torch_dtype(dtypes[at]), trace.layouts[at]) for at in written}
         self._known = frozenset(names).union(alias for alias, _ in trace.aliases)
+        #: What the destinations must share no memory with; ``None`` where nobody says.
+        self.apart: Apart | None = None
 
     def check(self, live: Mapping[str, torch.Tensor], required: Collection[str]) -> None:
-        """Raise ``ManifestError`` naming a destination that is not in ``live`` as it was traced.
+        """Raise ``ManifestError`` naming a destination that is not in ``live`` as it was traced, ``UnsupportedError``
+        naming one that lies in memory which is to be read.
 
         ``required`` are the names that a complete update fills, as they are now: one that was not there when the loader
         was traced would be left as it is.
@@ -48,6 +52,8 @@ class TracedTargets:
                 f"{listed(sorted(fresh))}: {_CURE}",
                 tensor=min(fresh),
             )
+        if self.apart is not None:
+            self.apart.check({name: live[name] for name in self._forms})
 
     def check_one(self, name: str, target: torch.Tensor) -> None:
         """Raise ``ManifestError`` unless ``target`` is what destination ``name`` was."""

@@ -27,11 +27,14 @@ from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import form_group
 from rankcast.trainer.leading import ROUTED, Leading
+from rankcast.trainer.lending import Lending
 from rankcast.trainer.pausing import PAUSE_MODES
+from rankcast.trainer.replicas import Replicas
 from rankcast.trainer.sources import as_source
 from rankcast.trainer.speaker import Speaker
 from rankcast.trainer.sync import Sync
 from rankcast.trainer.targets import clients, made_here
+from rankcast.transports.own_memory import lend
 from rankcast.transports.shm import sweep_leftovers
 from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec, find_secret
@@ -46,6 +49,7 @@ class _Outcome(msgspec.Struct, frozen=True):
     """What rank 0's meeting with the fleet came to, for the other ranks."""
 
     kind: str
+    connection: str
 
 
 class _Agreed(msgspec.Struct, frozen=True):
@@ -86,9 +90,9 @@ def connect(
     they lie, which everything must; not with modes that stage), or ``auto``, either of them. ``bucket_bytes`` bounds
     each of a rank's two staging buffers; a tensor that is larger gets one of its own. ``check``: ``coverage``, what
     arrived is what was prepared, or ``digest`` besides, every worker took the bytes that the trainer had when the push
-    began. ``on_failure``: ``mark_unusable``, a worker that was half written serves nothing until a push completes.
-    ``pause``: how generation is paused around an update: ``keep`` running requests and go on with them, ``wait`` for
-    them, ``abort`` them, or ``None``, not at all.
+    began, and ranks that hold the same hold equal bytes. ``on_failure``: ``mark_unusable``, a worker that was half
+    written serves nothing until a push completes. ``pause``: how generation is paused around an update: ``keep``
+    running requests and go on with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
 
     ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
     ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
@@ -120,7 +124,7 @@ def connect(
         )
         exports = Exports(found, ranks, options=options, bucket_bytes=bucket_bytes)
         closing.callback(exports.close)
-        leading, fleet = None, None
+        leading, fleet, connection = None, None, ""
         if ranks.rank == 0:
             codec = Codec(find_secret(secret))
             sign = codec.sign if codec.signed else None
@@ -150,9 +154,11 @@ def connect(
                 digests=check == "digest",
             )
             closing.callback(leading.close)
-            exports.kind = leading.kind
-        outcome = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind)), "the fleet is met")
-        exports.kind = msgspec.msgpack.decode(outcome, type=_Outcome).kind
+            exports.kind, connection = leading.kind, speaker.connection
+        said = ranks.broadcast(msgspec.msgpack.encode(_Outcome(exports.kind, connection)), "the fleet is met")
+        outcome = msgspec.msgpack.decode(said, type=_Outcome)
+        exports.kind = outcome.kind
+        closing.callback(lend(outcome.connection, Lending(found)))
         direct = None
         if mode in ROUTED and exports.kind == "shm":
             direct = DirectExports(found, ranks, exports.manifests, insist=mode == "direct")
@@ -174,7 +180,7 @@ def connect(
         exports.refresh()
         checking = None
         if check == "digest":
-            checking = Checking(ranks, fleet)
+            checking = Checking(ranks, fleet, Replicas(ranks, found, exports))
             if leading is not None:
                 leading.checking = checking
         return Sync(ranks, found, exports, leading, direct, checking, _shown(progress), closing)

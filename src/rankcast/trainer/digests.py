@@ -1,4 +1,5 @@
-"""``check="digest"``: what trainer ranks have when a push begins, and whether workers say that they took the same.
+"""``check="digest"``: what trainer ranks have when a push begins, whether they have the same of what several of them
+hold, and whether workers say that they took it.
 
 This module knows digests, and which box or tensor each belongs to. It must not know sessions, or what becomes of a push
 that fails. Every rank digests what it exports; only rank 0 hears what workers took, and compares. Costs about one more
@@ -13,12 +14,15 @@ import msgspec
 import numpy as np
 import torch
 
+from rankcast.geometry import Box, whole
 from rankcast.plan.columns import DTYPE_NAMES, Ints
+from rankcast.plan.routes import Plan
 from rankcast.trainer.direct import DirectExports
 from rankcast.trainer.exports import Exports
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.planning import Planning
+from rankcast.trainer.replicas import Differing, Replicas, agree
 from rankcast.trainer.shares import Share
 from rankcast.transports.digest import Digests, digest, unpacked
 from rankcast.transports.file_reads import FileRead, box_in
@@ -41,8 +45,9 @@ class _Boxes(msgspec.Struct, frozen=True):
 class Checking:
     """The digests of one push after the other. Every rank has one and makes the same calls."""
 
-    def __init__(self, group: TrainerGroup, fleet: Fleet | None) -> None:
+    def __init__(self, group: TrainerGroup, fleet: Fleet | None, replicas: Replicas) -> None:
         """``fleet`` is there on rank 0 only."""
+        self.replicas = replicas
         self._group = group
         self._fleet = fleet
         self._names: dict[Who, list[str]] = {}
@@ -50,10 +55,15 @@ class Checking:
         self._staged: dict[str, int] = {}
         self._boxes = _Boxes(_HEAD, b"")
         self._of_worker: dict[Who, Ints] = {}
-        self._planned: object = None
+        self._planned: Plan | None = None
+        #: Rows among all boxes of the shards that are replicas, and the piece of the plan that each of them is of.
+        self._replicated: tuple[Ints, Ints] = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def take_shards(self, direct: DirectExports, planning: Planning | None) -> None:
-        """Digest every box that some worker copies. Collective; ``planning`` is there on rank 0 only."""
+        """Digest every box that some worker copies, or that several ranks hold. Collective.
+
+        ``planning`` is there on rank 0 only. Raises ``DigestError``, on every rank, when replicas differ.
+        """
         asked = b""
         if planning is not None and planning.plan is not self._planned:
             asked = msgspec.msgpack.encode(self._cut(planning))
@@ -65,6 +75,28 @@ class Checking:
         if replies:
             all_boxes = np.concatenate([np.frombuffer(reply, dtype=np.uint64) for reply in replies])
             self._programs = {who: all_boxes[rows] for who, rows in self._of_worker.items()}
+            agree(self._group, self._differing_replicas(all_boxes))
+        else:
+            agree(self._group, ())
+
+    def _differing_replicas(self, digests: Digests) -> list[Differing]:
+        plan = self._planned
+        assert plan is not None, "boxes are cut of a plan"
+        rows, piece = self._replicated
+        found, first = digests[rows], np.searchsorted(piece, piece)
+        odd = np.unique(piece[found != found[first]])
+        return [self._replica(plan, int(one), found[piece == one]) for one in odd]
+
+    @staticmethod
+    def _replica(plan: Plan, piece: int, digests: Digests) -> Differing:
+        pieces = plan.pieces
+        meta = plan.manifest.row(int(pieces.tensor[piece]))
+        dims = len(meta.shape)
+        box = Box(tuple(pieces.starts[piece, :dims].tolist()), tuple(pieces.sizes[piece, :dims].tolist()))
+        what = str(meta) if box == whole(meta.shape) else f"{box} of {meta}"
+        start = int(pieces.first[piece])
+        ranks = pieces.shards.rank[start : start + len(digests)].tolist()
+        return Differing(what, meta.name, dict(zip(ranks, digests.tolist(), strict=True)))
 
     def _cut(self, planning: Planning) -> list[_Boxes]:
         """The distinct boxes of every rank, in the order in which ``_of_worker`` counts them."""
@@ -80,22 +112,30 @@ class Checking:
             head = np.stack([origins.rank, origins.segment, origins.offset, origins.dtype, targets.dtype], axis=1)
             parts.append(np.concatenate([head.astype(np.int64), targets.sizes, origins.strides], axis=1))
             self._names[who] = [plan.manifest.names[tensor] for tensor in targets.tensor.tolist()]
+        piece, replicas = _replicas(plan)
+        parts.append(replicas)
         boxes, places = np.unique(np.concatenate(parts), axis=0, return_inverse=True)
         ends = np.cumsum([len(part) for part in parts])
-        for who, rows in zip(workers, np.split(places.reshape(-1), ends[:-1]), strict=True):
-            self._of_worker[who] = rows
+        *of_workers, of_replicas = np.split(places.reshape(-1), ends[:-1])
+        self._of_worker = dict(zip(workers, of_workers, strict=True))
+        self._replicated = of_replicas, piece
         self._planned = plan
         # Sorted by rank, which is the first column.
         by_rank = np.split(boxes, np.searchsorted(boxes[:, 0], np.arange(1, self._group.size)))
         return [_Boxes(boxes.shape[1], part.tobytes()) for part in by_rank]
 
     def take_round(self, exports: Exports, turn: int, what: str) -> None:
-        """Digest the tensors of round ``turn``, which is staged. Collective, in place of the gather called ``what``."""
+        """Digest the tensors of round ``turn``, which is staged. Collective, in place of the gather called ``what``.
+
+        Raises ``DigestError``, on every rank, when replicas that could only be compared now differ.
+        """
         mine = np.array([digest(memory) for memory in exports.lying(turn, self._group.rank)], dtype=np.uint64)
         replies = self._group.gather(mine.tobytes(), what)
         for rank, reply in enumerate(replies):
             names = exports.owned(turn, rank)
             self._staged.update(zip(names, np.frombuffer(reply, dtype=np.uint64).tolist(), strict=True))
+        assert exports.staging is not None, "a round is staged"
+        self.replicas.compare_round(turn, exports.staging.digests)
 
     def differing(self, who: Who, share: Share, number: int, said: str) -> list[str]:
         """The tensors of which worker ``who`` took other bytes with install ``number`` than some rank had.
@@ -113,6 +153,18 @@ class Checking:
         if len(found) != len(expected):
             return list(dict.fromkeys(names))
         return list(dict.fromkeys(names[i] for i in np.flatnonzero(found != expected).tolist()))
+
+
+def _replicas(plan: Plan) -> tuple[Ints, Ints]:
+    """The pieces of ``plan`` that several ranks hold, once for each of them, and there the box of that rank."""
+    pieces, shards = plan.pieces, plan.pieces.shards
+    of_row = np.repeat(np.arange(len(pieces.tensor)), pieces.count)
+    rows = np.flatnonzero(pieces.count[of_row] > 1)
+    piece, own = of_row[rows], shards.take(rows)
+    sizes = pieces.sizes[piece]
+    head = np.stack([own.rank, own.segment, own.offset, own.dtype, own.dtype], axis=1).astype(np.int64)
+    # As routes have them, so that a box which a worker copies whole is digested once.
+    return piece, np.concatenate([head, sizes, own.strides * (sizes > 1)], axis=1)
 
 
 def _digest_boxes(boxes: _Boxes, handles: Sequence[Handle]) -> Digests:

@@ -8,6 +8,7 @@ cannot be computed alike (handles) is exchanged, and only when it changed.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import msgspec
@@ -97,6 +98,9 @@ class Exports:
         self.rest = rest
         self._held = [[rest.index[name] for name in held.names if name in rest.index] for held in self.manifests]
         self._owners = assign_owners(self._held, rest.sizes, names=rest.names)
+        holders = Counter(index for held in self._held for index in held)
+        #: The tensors of ``rest`` that several ranks hold, as indices.
+        self.shared = frozenset(index for index, count in holders.items() if count > 1)
         self._states = [_State() for _ in self.manifests]
         self._rounds: Rounds | None = None
         self._laid_out_for: list[frozenset[int]] | None = None

@@ -16,6 +16,7 @@ from rankcast.errors import SourceError
 from rankcast.manifest import Manifest
 from rankcast.plan.rounds import ALIGNMENT, Rounds
 from rankcast.trainer.sources.base import Weight, WeightSource
+from rankcast.transports.digest import digest
 from rankcast.transports.segment import Segment
 from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
@@ -67,15 +68,20 @@ class Staging:
         # A pass over a source that lies still and of which nothing is copied would only look at it once more.
         self._idle = source.stable and not any(self._mine)
         self._reader: Iterator[Weight] | None = None
+        self._compared: Collection[int] = ()
+        #: Digests of tensors of the last round that was staged, by index: of those that ``begin`` was given.
+        self.digests: dict[int, int] = {}
 
     @property
     def handles(self) -> tuple[Handle | None, ...]:
         """The handles of the buffers, as ``buffer_of`` counts them; ``None`` for one that no round needs."""
         return tuple(buffer.handle if buffer is not None else None for buffer in self._buffers)
 
-    def begin(self) -> None:
-        """Start a fresh pass over the source."""
+    def begin(self, compared: Collection[int] = ()) -> None:
+        """Start a fresh pass over the source. Of the tensors ``compared`` digests are taken, also where another rank
+        sends them, unless it takes other ranks to have them whole."""
         self.end()
+        self._compared = compared
         if not self._idle:
             self._reader = iter(self._source.read())
 
@@ -84,6 +90,7 @@ class Staging:
 
         Raises ``SourceError`` when the source deviates from its manifest.
         """
+        self.digests = {}
         if self._idle:
             return 0
         buffer = self._buffers[self._places[turn]]
@@ -106,6 +113,8 @@ class Staging:
                 if buffer is not None and size:
                     weight.write(buffer.memory[start : start + size])
                 written += size
+            if index in self._compared and weight.alone:
+                self.digests[index] = digest_of(weight)
             # Let go of this tensor before the source makes the next one.
             del weight
         if turn == self._rounds.count - 1 and (extra := self._next()) is not None:
@@ -157,6 +166,15 @@ class Staging:
             if buffer is not None:
                 buffer.close()
         self._buffers = []
+
+
+def digest_of(weight: Weight) -> int:
+    """The digest of a weight's bytes as they would be sent; they are written to memory of its own where they must."""
+    if weight.tensor is not None:
+        return digest(weight.tensor)
+    memory = torch.empty(weight.meta.nbytes, dtype=torch.uint8)
+    weight.write(memory)
+    return digest(memory)
 
 
 #: Each rank's buffers: for even rounds, for odd rounds, and for rounds of one tensor that is larger than a bucket. Were

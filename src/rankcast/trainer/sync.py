@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from rankcast.errors import PushError, RankcastError, StateError, TrainerError
+from rankcast.errors import DigestError, PushError, RankcastError, StateError, TrainerError
 from rankcast.plan.routes import Plan
 from rankcast.telemetry.progress import Progress, ProgressCallback, Stage, StageClock
 from rankcast.telemetry.report import PushReport
@@ -64,7 +64,8 @@ class Sync:
         the trainer may change its weights again.
 
         Raises ``PushError`` when the fleet did not take them (its message says what every worker serves now), and
-        ``TrainerError``, on every rank and within seconds, when another one raised, died or pushes something else. A
+        ``TrainerError``, on every rank and within seconds, when another one raised, died or pushes something else; with
+        ``check="digest"`` also ``DigestError``, on every rank, when replicas of a tensor on trainer ranks differ. A
         later push starts afresh. Raises ``StateError`` for a closed sync, and for a version that is no such string,
         before anything is done.
         """
@@ -84,7 +85,9 @@ class Sync:
             if self._direct is not None:
                 self._direct.say_again()
             failure = self._conclude(weight_version, error)
-            self._group.fail(failure)
+            if not isinstance(error, DigestError):
+                # That one is raised where all ranks have heard it, and by all of them.
+                self._group.fail(failure)
             if failure is error:
                 raise
             raise failure from error
@@ -117,8 +120,10 @@ class Sync:
             group.broadcast(b"", "prepared")
             exports.unlink()
             # What changed before the first byte is read costs nobody their old weights.
-            if self._checking is not None and direct is not None:
-                self._checking.take_shards(direct, leading.planning if leading is not None else None)
+            if self._checking is not None:
+                if direct is not None:
+                    self._checking.take_shards(direct, leading.planning if leading is not None else None)
+                self._checking.replicas.compare()
             watch.check()
             group.gather(b"", "nothing changed before it is read")
         done = 0
@@ -127,7 +132,7 @@ class Sync:
             with clock.stage("install"):
                 done = leading.install(0, done)
             self._tell(version, "install", 0, programs + placed.installs, done)
-        staging.begin()
+        staging.begin(self._checking.replicas.later if self._checking is not None else ())
         for turn in range(placed.installs):
             with clock.stage("wire"):
                 # Round turn-2 used the same buffer: the lead has heard from all of its readers before it says this.
@@ -179,6 +184,8 @@ class Sync:
             return PushError(message, faults=error.faults, codes=error.codes, tensor=error.tensor)
         if isinstance(error, TrainerError):
             return TrainerError(message)
+        if isinstance(error, DigestError):
+            return DigestError(message, tensor=error.tensor)
         code = error.code if isinstance(error, RankcastError) else "internal"
         tensor = error.tensor if isinstance(error, RankcastError) else None
         return PushError(message, faults=(text,), codes=(code,), tensor=tensor)

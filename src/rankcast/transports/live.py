@@ -66,6 +66,14 @@ class SharedMemoryMap:
             return None
         return SharedBytes(descriptor, offset, size, region.device, region.inode)
 
+    def file_at(self, address: int) -> tuple[int, int, int] | None:
+        """The device and inode of the shared file mapped at ``address``, and how many bytes into it that is."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address >= self._regions[at].end:
+            return None
+        region = self._regions[at]
+        return region.device, region.inode, region.offset + address - region.start
+
     @functools.cached_property
     def _descriptors(self) -> dict[tuple[int, int], tuple[int, int]]:
         wanted = {(region.device, region.inode) for region in self._regions}

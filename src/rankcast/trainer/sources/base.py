@@ -42,6 +42,11 @@ class Weight:
     tensor: torch.Tensor | None = None
     gather: Callable[[], None] = _nothing
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank can write the tensor without any other."""
+        return self.gather is _nothing
+
     def write(self, buffer: torch.Tensor) -> None:
         """Gather the tensor, and write it into ``buffer``, a dense 1-D uint8 CPU tensor of ``meta.nbytes`` elements.
 
@@ -66,7 +71,7 @@ class WeightSource(ABC):
     """Where one trainer rank's new weights come from. Subclass it for a trainer that no source of rankcast's own fits.
 
     In an SPMD trainer every rank has a source of its own, which states what *that* rank holds. Tensors that several
-    ranks hold must be equal on all of them, bit for bit: only one of them is sent.
+    ranks hold must be equal on all of them, bit for bit: only one of them is sent (``check="digest"`` compares them).
 
     ``stable`` says that weights may have their ``tensor``, and that ``read`` does no work and no collective before a
     weight is written: it is then also read before a push, to see which tensors can be exported where they lie.
@@ -87,7 +92,8 @@ class WeightSource(ABC):
         """Hand over every tensor of ``manifest()``, each once and **in its order**.
 
         Called at most once for each push, and once more at a push before which the source's tensors moved, to look at
-        where they lie; not at all when every tensor goes direct.
+        where they lie; not at all when every tensor goes direct. A source that is ``stable`` or has ``shards`` is read
+        once more with ``check="digest"``, where other ranks hold some of its tensors.
 
         Of a source that has ``shards``, some tensors may go direct. They are yielded all the same, and passed over: so
         a tensor must cost nothing until its weight is asked to ``gather`` or to write it, and one that this rank does
