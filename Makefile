@@ -3,9 +3,9 @@
 #
 #   make demo        a sharded trainer pushes into a running fleet
 #   make demo-vllm   the same into a real vLLM server (CPU build, two tensor-parallel ranks with expert parallelism)
-#   make test        what CI runs: lint, formatting, types, every test that needs no vLLM
-#   make test-vllm   the tests with real vLLM, in an environment of their own
-#   make test-all    both
+#   make test        what CI runs: lint, formatting, types, every test, those with real vLLM in an environment of their own
+#   make test-fast   the same without vLLM
+#   make test-vllm   only the tests with real vLLM
 #   make clean       removes the environments, caches and build results
 #
 # PYTHON=python3.12 picks another interpreter, TORCH='torch==2.8.0' another torch for a new environment. A torch that the
@@ -25,7 +25,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.rankcast-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-vllm demo demo-vllm lint test test-all test-fast test-vllm clean
+.PHONY: help env env-vllm demo demo-vllm lint test test-fast test-vllm clean
 
 help:
 	@sed -n '4,9s/^#//p' Makefile
@@ -61,12 +61,12 @@ lint: env
 demo-vllm: env-vllm
 	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_engine.demo
 
-test: lint
-	$(BIN)/python -m pytest -m "not vllm"
+# One after the other, also under make -j: both take all of a small machine.
+test: test-fast
+	$(MAKE) test-vllm
 
-test-fast: test
-
-test-all: test test-vllm
+test-fast: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not vllm"
 
 test-vllm: env-vllm
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm_engine

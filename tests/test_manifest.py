@@ -52,6 +52,18 @@ def test_a_name_given_twice_is_refused_by_name(given_: list[TensorMeta], data: s
     assert refused.value.tensor == twice.name
 
 
+@given(rows, st.text(max_size=4), st.characters(categories=["Cs"]), st.text(max_size=4))
+def test_a_name_without_a_utf_8_form_is_refused_by_its_repr(
+    given_: list[TensorMeta], before: str, odd: str, after: str
+) -> None:
+    name = before + odd + after
+    with pytest.raises(ManifestError, match="not UTF-8") as refused:
+        Manifest.of([*given_, TensorMeta(name, "int8", (1,))])
+    assert ascii(name) in refused.value.message
+    assert refused.value.tensor == ascii(name)
+    msgspec.json.encode(refused.value.message)
+
+
 @given(rows, st.data())
 def test_taking_rows_keeps_their_order(given_: list[TensorMeta], data: st.DataObject) -> None:
     manifest = Manifest.of(given_)

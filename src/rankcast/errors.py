@@ -146,6 +146,14 @@ class PushError(RankcastError):
         self.codes = codes
 
 
+def travelling(text: str) -> str:
+    """``text`` with escapes for what has no UTF-8 form (a lone surrogate, as in some names and paths).
+
+    An error must not fail to be told for the words that it is told in.
+    """
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
 def error_for(code: str) -> type[RankcastError]:
     """The class whose errors travel as ``code``; a code that this version does not know gives the base class."""
     return _BY_CODE.get(code, RankcastError)

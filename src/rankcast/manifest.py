@@ -64,6 +64,15 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(ordered[:LISTED])}{more} ({len(ordered)} in all)"
 
 
+def size(nbytes: float) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor: its checkpoint name, canonical dtype and full shape."""
 
@@ -95,10 +104,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
         return manifest
 
     def check(self) -> None:
-        """Raise ``ManifestError`` unless columns are equally long, names unique, dtypes known, sizes not negative."""
+        """Raise ``ManifestError`` unless columns are equally long, names unique and UTF-8, dtypes known, sizes not
+        negative."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ManifestError(
                 f"a manifest has {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes"
+            )
+        odd = [name for name in self.names if not _encodable(name)]
+        if odd:
+            # By its repr, also where the name stands alone: the error must travel, and the name cannot.
+            raise ManifestError(
+                f"a tensor is called {odd[0]!a}, which is not UTF-8 and cannot travel ({len(odd)} such names): give it "
+                "another name, of a module with ModuleSource(model, rename=...)",
+                tensor=ascii(odd[0]),
             )
         if len(set(self.names)) != len(self.names):
             seen: set[str] = set()
@@ -144,6 +162,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
             tuple(self.dtypes[i] for i in picked),
             tuple(self.shapes[i] for i in picked),
         )
+
+
+def _encodable(name: str) -> bool:
+    """Whether ``name`` has a UTF-8 form; a lone surrogate, as of a file name of another encoding, has none."""
+    if name.isascii():
+        return True
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def union(manifests: Sequence[Manifest]) -> Manifest:

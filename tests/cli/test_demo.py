@@ -18,15 +18,16 @@ from rankcast.errors import UnsupportedError
 
 SECONDS = 280.0
 STEPS = 2
-MODES = ["broadcast", "ranklocal", "direct"]
+MODES = ["broadcast", "ranklocal", "direct", "auto"]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
     """The one object of ``demo --json``, and the lines of standard error."""
     folder = tmp_path_factory.mktemp("elsewhere")
+    asked = [word for mode in MODES for word in ("--mode", mode)]
     done = subprocess.run(
-        [sys.executable, "-m", "rankcast", "demo", "--json", "--steps", str(STEPS)],
+        [sys.executable, "-m", "rankcast", "demo", "--json", "--steps", str(STEPS), *asked],
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -78,7 +79,7 @@ def test_the_numbers_of_each_mode_agree_with_each_other(ran: tuple[dict[str, Any
         assert mode["pushes"] == STEPS
         assert mode["worker_calls"] == sum(row["calls"] for row in rows)
         assert mode["payload_bytes"] == sum(row["nbytes"] for row in rows)
-        assert mode["rounds"] > 2 or mode is ran[0]["modes"]["direct"]
+        assert mode["rounds"] > 2 or mode in (ran[0]["modes"]["direct"], ran[0]["modes"]["auto"])
         assert all(0 < row["calls"] <= mode["rounds"] for row in rows)
         assert mode["control_calls"] > 0
         assert 0 < mode["request_bytes"] < mode["first_push_request_bytes"]
@@ -92,7 +93,7 @@ def test_the_numbers_of_each_mode_agree_with_each_other(ran: tuple[dict[str, Any
 
 
 def test_ranklocal_names_only_what_a_worker_touches(ran: tuple[dict[str, Any], list[str]]) -> None:
-    broadcast, ranklocal, _ = (ran[0]["modes"][mode] for mode in MODES)
+    broadcast, ranklocal, *_ = (ran[0]["modes"][mode] for mode in MODES)
     assert [row["tensors"] for row in ranklocal["workers"]] == [
         len(touched(CONFIG, LAYOUT, rank)) for rank in range(LAYOUT.workers)
     ]
@@ -100,15 +101,19 @@ def test_ranklocal_names_only_what_a_worker_touches(ran: tuple[dict[str, Any], l
 
 
 def test_only_what_is_staged_is_the_same_in_both_modes(ran: tuple[dict[str, Any], list[str]]) -> None:
-    broadcast, ranklocal, _ = (ran[0]["modes"][mode] for mode in MODES)
+    broadcast, ranklocal, *_ = (ran[0]["modes"][mode] for mode in MODES)
     for same in ("rounds", "requests", "control_calls", "staged_bytes"):
         assert broadcast[same] == ranklocal[same]
 
 
-def test_direct_calls_each_worker_once_and_stages_little(ran: tuple[dict[str, Any], list[str]]) -> None:
+def test_direct_calls_each_worker_once_and_stages_little_and_auto_takes_that_way(
+    ran: tuple[dict[str, Any], list[str]],
+) -> None:
     total = ran[0]["trainer"]["nbytes"]
-    broadcast, ranklocal, direct = (ran[0]["modes"][mode] for mode in MODES)
+    broadcast, ranklocal, direct, auto = (ran[0]["modes"][mode] for mode in MODES)
     assert (direct["rounds"], direct["worker_calls"]) == (1, LAYOUT.workers)
+    for same in ("rounds", "worker_calls", "payload_bytes", "staged_bytes"):
+        assert auto[same] == direct[same]
     assert direct["payload_bytes"] < ranklocal["payload_bytes"]
     assert direct["staged_bytes"] < total / 2
     assert min(broadcast["staged_bytes"], ranklocal["staged_bytes"]) >= total

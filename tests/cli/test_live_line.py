@@ -9,9 +9,11 @@ from rich.console import Console
 from rankcast.telemetry.line import LiveLine, line, live_line
 from rankcast.telemetry.progress import Progress
 
+MIB = 2**20
+
 
 def at(done: int, stage: str = "install", version: str = "7") -> Progress:
-    return Progress(version, stage, round=1, rounds=4, done=done, total=4_000_000)  # type: ignore[arg-type]
+    return Progress(version, stage, round=1, rounds=4, done=done, total=4 * MIB)  # type: ignore[arg-type]
 
 
 def terminal(width: int = 120) -> tuple[Console, io.StringIO]:
@@ -20,8 +22,8 @@ def terminal(width: int = 120) -> tuple[Console, io.StringIO]:
 
 
 def test_a_line_says_version_round_bytes_and_rate() -> None:
-    text = line(at(2_000_000), seconds=0.5, since=1_000_000)
-    for part in ("push '7'", "50%", "install 2 of 4", "2.0 MB of 4.0 MB", "2.0 MB/s"):
+    text = line(at(2 * MIB), seconds=0.5, since=MIB)
+    for part in ("push '7'", "50%", "install 2 of 4", "2.0 MiB of 4.0 MiB", "2.0 MiB/s"):
         assert part in text
 
 
@@ -34,10 +36,10 @@ def test_a_push_of_nothing_is_complete() -> None:
 def test_lines_of_one_push_lie_over_each_other_and_the_last_one_stays() -> None:
     console, file = terminal()
     live = LiveLine(console)
-    live(at(1_000_000))
-    live(at(2_000_000))
+    live(at(MIB))
+    live(at(2 * MIB))
     assert "\n" not in file.getvalue()
-    live(at(4_000_000, "publish"))
+    live(at(4 * MIB, "publish"))
     assert file.getvalue().count("\n") == 1
     assert file.getvalue().endswith("\n")
     size = len(file.getvalue())
@@ -48,21 +50,21 @@ def test_lines_of_one_push_lie_over_each_other_and_the_last_one_stays() -> None:
 def test_the_line_of_a_push_that_failed_is_taken_away() -> None:
     console, file = terminal()
     live = LiveLine(console)
-    live(at(1_000_000))
+    live(at(MIB))
     live.clear()
     assert file.getvalue().endswith("\r\x1b[2K")
 
 
 def test_a_line_never_reaches_the_edge_of_the_terminal() -> None:
     console, file = terminal(width=30)
-    LiveLine(console)(at(1_000_000, version="a very long name of a version " * 10))
+    LiveLine(console)(at(MIB, version="a very long name of a version " * 10))
     text = file.getvalue().rpartition("\x1b[2K")[2].rstrip("\r")
     assert 0 < len(text) < 30
 
 
 def test_nothing_is_written_where_stderr_is_no_terminal(capfd) -> None:
     live = live_line()
-    live(at(1_000_000))
-    live(at(4_000_000, "publish"))
+    live(at(MIB))
+    live(at(4 * MIB, "publish"))
     live.clear()
     assert capfd.readouterr() == ("", "")

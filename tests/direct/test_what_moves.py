@@ -102,6 +102,13 @@ def test_a_second_push_says_nothing_again_and_a_storage_that_moved_makes_the_thi
         assert pushing.sync.plan.hash != hash_before
 
 
+def test_the_plan_of_a_sync_explains_into_which_parameter_a_tensor_goes() -> None:
+    with Pushing() as pushing:
+        assert pushing.sync.plan is not None
+        said = pushing.sync.plan.explain("model.layers.0.self_attn.k_proj.weight")
+        assert said.count("into model.layers.0.self_attn.qkv_proj.weight") == LAYOUT.workers
+
+
 def test_every_storage_may_move_at_every_push() -> None:
     with Pushing("transposed") as pushing:
         for room in (2**16, 1, 2**14, 2**16):  # of one element: small ones are packed from then on

@@ -357,3 +357,20 @@ def test_explain_says_who_holds_a_tensor_and_who_reads_what_from_whom() -> None:
         plan.explain("t9")
     assert padded((1,), 2, 0) == [1, 0]
     assert dtype_codes(["int16"]).dtype == np.int16
+
+
+def test_explain_names_the_parameter_of_each_workers_own_trace() -> None:
+    manifest = whole_tensors([(4, 2), (6,)])
+    one = wanting_all(manifest, 1)
+    (trace,) = one.traces
+    fleet = Fleet(
+        (trace, trace), np.array([1, 0], np.int32), np.array([0, 0], np.int32), (("a.x", "a.y"), ("b.x", "b.y"))
+    )
+    plan = make_plan(manifest, held_whole(manifest, [[0], [1]]), fleet)
+    assert "worker 0 reads [0:6] from trainer rank 1 into b.y" in plan.explain("t1")
+    assert "worker 1 reads [0:4, 0:2] from trainer rank 0 into a.x" in plan.explain("t0")
+    assert "parameter" not in plan.explain("t1")
+    unnamed = dataclasses.replace(fleet, parameters=())
+    assert make_plan(manifest, held_whole(manifest, [[0], [1]]), unnamed).hash == plan.hash
+    with pytest.raises(ValueError, match="2 traces have 1 lists"):
+        dataclasses.replace(fleet, parameters=(("a.x",),))

@@ -13,8 +13,9 @@ import rankcast
 from checkpoints import as_torch, bits_of, tiny_config
 from fleets_inprocess import Failing, Fleet, Stream, Trained, WatchedClient, all_bits
 from oracle import compare, unique_weights
-from rankcast import IterableSource, PushError, Receiver
+from rankcast import Declared, DeclaredSource, IterableSource, PushError, Receiver
 from rankcast.engines.reference.layout import Layout
+from rankcast.manifest import Manifest
 from rankcast.topology import new_engine_id
 
 CONFIG = tiny_config(num_hidden_layers=2, hidden_size=16, num_experts=4)
@@ -109,6 +110,52 @@ def test_a_tensor_yielded_twice_is_refused_at_connect(fleet: Fleet) -> None:
     with pytest.raises(rankcast.RankcastError, match=r"embed_tokens\.weight twice"):
         connect(fleet.receivers, twice)
     assert untouched(fleet)
+
+
+@pytest.mark.parametrize("kind", ["module", "stream", "declared", "own"])
+def test_a_name_that_cannot_travel_is_refused_at_the_source_naming_the_tensor_by_its_repr(
+    kind: str, fleet: Fleet
+) -> None:
+    tensors = {**as_torch(NEW), "odd\udc80name": torch.zeros(2)}
+    module = nn.Module()
+    module.register_parameter("odd\udc80name", nn.Parameter(torch.zeros(2)))
+    sources: dict[str, Any] = {
+        "module": module,
+        "stream": lambda: iter(tensors.items()),
+        "declared": DeclaredSource([Declared(name, tuple(t.shape), t) for name, t in tensors.items()]),
+        "own": Unchecked(tensors),
+    }
+    with pytest.raises(rankcast.ManifestError, match="not UTF-8") as refusal:
+        connect(fleet.receivers, sources[kind])
+    assert "'odd\\udc80name'" in str(refusal.value)
+    assert untouched(fleet)
+
+
+def test_a_push_that_fails_with_words_that_cannot_travel_ends_the_session_everywhere(fleet: Fleet) -> None:
+    stream = Stream(as_torch(NEW))
+    with connect(fleet.receivers, stream) as sync:
+        stream.odd[0] = OSError("no file odd\udc80name")
+        with pytest.raises(PushError, match="every worker still serves the weights it had before"):
+            sync.push("2")
+        assert {receiver.session_open for receiver in fleet.receivers} == {False}
+    assert untouched(fleet)
+
+
+class Unchecked(rankcast.WeightSource):
+    """A source of somebody's own, which builds its manifest by hand."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def manifest(self) -> Manifest:
+        return Manifest(
+            tuple(self._tensors),
+            tuple(str(t.dtype).removeprefix("torch.") for t in self._tensors.values()),
+            tuple(tuple(t.shape) for t in self._tensors.values()),
+        )
+
+    def read(self) -> Iterator[Any]:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ def _reference_server(
 @app.command("demo")
 def _demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps, each followed by a push, in every mode.")] = 3,
-    mode: Annotated[list[str] | None, typer.Option(metavar="MODE", help="Only this mode; repeatable.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODE", help="Only this mode, also auto; repeatable."),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the fleet running afterwards, until Ctrl-C.")] = False,
     json: options.Json = False,
 ) -> None:

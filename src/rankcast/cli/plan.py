@@ -104,7 +104,7 @@ def peak_rss_mib() -> float:
 def _show(simulation: Simulation, found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from rankcast.plan.explain import size
+    from rankcast.manifest import size
 
     console = people()
     console.print(

@@ -158,13 +158,18 @@ class Fleet:
     """All workers of all engines: which of the distinct traces each has, and a number for its host.
 
     ``trace_of_worker`` and ``host_of_worker`` are int32 [workers]. Host numbers are shared with ``Shards.host``.
+    ``parameters`` has for each trace the names of the parameters that its destinations count, for people only; it may
+    be empty where nobody knows them.
     """
 
     traces: tuple[Destinations, ...]
     trace_of_worker: Ints32
     host_of_worker: Ints32
+    parameters: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.parameters and len(self.parameters) != len(self.traces):
+            raise ValueError(f"{len(self.traces)} traces have {len(self.parameters)} lists of parameters' names")
         if len(self.trace_of_worker) != len(self.host_of_worker):
             raise ValueError(f"{len(self.trace_of_worker)} workers have a trace, {len(self.host_of_worker)} a host")
         if len(self.trace_of_worker) and not (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rankcast.errors import ManifestError
-from rankcast.manifest import LISTED
+from rankcast.manifest import LISTED, size
 from rankcast.plan.columns import DTYPE_NAMES, Ints
 
 if TYPE_CHECKING:
@@ -61,27 +61,19 @@ def tensor(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 def _reads(plan: Plan, worker: int, index: int, dims: int) -> list[str]:
-    own = plan.crossings.of(int(plan.fleet.trace_of_worker[worker]))
+    trace = int(plan.fleet.trace_of_worker[worker])
+    own, names = plan.crossings.of(trace), plan.fleet.parameters
     rows = np.flatnonzero(plan.crossings.destinations.tensor[plan.crossings.destination[own]] == index)
     lines = []
     for row in rows.tolist():
         crossing = own.start + row
         shard = int(plan.chosen[int(plan.bounds[worker]) + row])
         parameter = int(plan.crossings.destinations.parameter[plan.crossings.destination[crossing]])
+        into = names[trace][parameter] if names else f"its parameter number {parameter}"
         box = _box(plan.crossings.starts[crossing], plan.crossings.sizes[crossing], dims)
         lines.append(
-            f"  worker {worker} reads {box} from trainer rank {int(plan.pieces.shards.rank[shard])} "
-            f"into its parameter {parameter}"
+            f"  worker {worker} reads {box} from trainer rank {int(plan.pieces.shards.rank[shard])} into {into}"
         )
     return lines
 

@@ -41,6 +41,14 @@ class Pieces:
     shards: Shards
     lead: Ints
 
+    def same_boxes(self, other: Pieces) -> bool:
+        """Whether the same ranks hold the same boxes, in the same dtypes and on the same hosts, wherever they lie."""
+        pairs = [
+            (getattr(self, name), getattr(other, name)) for name in ("tensor", "starts", "sizes", "first", "count")
+        ]
+        pairs += [(getattr(self.shards, name), getattr(other.shards, name)) for name in ("rank", "host", "dtype")]
+        return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+
 
 def pieces_of(manifest: Manifest, shapes: Ints, shards: Shards) -> Pieces:
     """The pieces of ``shards``; ``shapes`` are the manifest's (``shape_columns``).

@@ -72,6 +72,26 @@ class Plan:
         """The rows of one worker, which is all that it is ever sent."""
         return WorkerRoutes(self._targets[int(self.fleet.trace_of_worker[worker])], self._origins(worker))
 
+    def moved(self, shards: Shards) -> Plan | None:
+        """This plan with its shards where ``shards`` says; ``None`` when these are other boxes, or other ranks'.
+
+        It equals what ``make_plan`` would make of ``shards``. Which boxes meet and who reads which replica does not
+        depend on where bytes lie, so neither is worked out, nor coverage proved, again.
+        """
+        pieces = pieces_of(self.manifest, shape_columns(self.manifest), shards)
+        if not pieces.same_boxes(self.pieces):
+            return None
+        found = dataclasses.replace(self, pieces=pieces)
+        # What is about destinations only is the same, and was perhaps most of the work.
+        for name in ("_targets", "sender_bytes", "worker_bytes", "casts"):
+            if name in self.__dict__:
+                found.__dict__[name] = self.__dict__[name]
+        return found
+
+    def reads(self, worker: int, rows: Flags) -> bool:
+        """Whether ``worker`` reads any of the shards at ``rows``, a flag for each row of ``pieces.shards``."""
+        return bool(rows[self._chosen_by(worker)].any())
+
     @functools.cached_property
     def hash(self) -> str:
         """32 hex digits: of the manifest, and of every worker's hash in order. Each worker can check its own part."""

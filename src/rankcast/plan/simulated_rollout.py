@@ -47,6 +47,7 @@ def rollout_fleet(tensors: Tensors, grid: RolloutGrid, *, first_host: int = 0) -
     Workers with equal destinations share a trace. Raises ``UnsupportedError`` when the grid does not divide the model.
     """
     traces: list[Destinations] = []
+    parameters: list[tuple[str, ...]] = []
     known: dict[tuple[int, int, int], int] = {}
     trace_of_worker = []
     made = _Maker(tensors, grid)
@@ -56,12 +57,14 @@ def rollout_fleet(tensors: Tensors, grid: RolloutGrid, *, first_host: int = 0) -
         if key not in known:
             known[key] = len(traces)
             traces.append(made.destinations(*key))
+            parameters.append(made.parameters(pp))
         trace_of_worker.append(known[key])
     workers = np.arange(grid.workers * grid.engines)
     return Fleet(
         tuple(traces),
         np.tile(np.array(trace_of_worker, dtype=np.int32), grid.engines),
         (first_host + workers // RANKS_PER_HOST).astype(np.int32),
+        tuple(parameters),
     )
 
 

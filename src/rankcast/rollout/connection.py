@@ -154,7 +154,7 @@ class Connection:
         if self._prepared is None or not self.holds(body):
             held = self.plan_hash[:8] or "none"
             raise StateError(f"plan {body.plan_hash[:8]} is not known here (this worker holds {held}): send it whole")
-        self._segments.use(self._prepared.handles)
+        self._segments.verify()
 
     def _prepare_anew(self, body: Prepare, handles: tuple[Handle, ...]) -> None:
         if body.schedule is None:
@@ -197,9 +197,8 @@ class Connection:
     def verify(self) -> None:
         """Prove that every open segment is still there to be read; raises ``LocationError``.
 
-        Prepare has just compared each with what its owner has, who watches from then on whether one moves. What is read
-        next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this process's own
-        copy since, and a program reads whatever lies on it besides.
+        What is read next is what the trainer has there: a page that a loader wrote to, in an earlier session, was this
+        process's own copy since, and a program reads whatever lies on it besides.
         """
         self._segments.verify_sizes()
         self._segments.refresh()

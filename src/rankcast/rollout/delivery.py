@@ -12,6 +12,7 @@ import torch
 
 from rankcast.errors import LocationError, PayloadError
 from rankcast.manifest import Manifest, TensorMeta, nbytes
+from rankcast.process import ProcessIdentity
 from rankcast.transports.digest import digest
 from rankcast.transports.opening import Opened, open_any
 from rankcast.transports.segment import OpenedSegment
@@ -50,12 +51,28 @@ class Segments:
         """Open what is not open yet, close what is no longer named, and verify the rest; raises ``LocationError``."""
         for handle in self._open.keys() - set(handles):
             self._close(self._open.pop(handle))
-        for handle in handles:
-            if handle in self._open:
-                self._open[handle].verify()
-            else:
-                self._open[handle] = open_any(handle)
+        fresh = [handle for handle in handles if handle not in self._open]
+        self.verify()
+        for handle in fresh:
+            self._open[handle] = open_any(handle)
         return [self._open[handle] for handle in handles]
+
+    def verify(self) -> None:
+        """Prove that all that is open is what it was; raises ``LocationError``.
+
+        Of each owner's memory one segment is compared with what the owner has now, the others by their sizes: what is
+        open cannot be swapped, and an owner that moves one names another handle. Every push asks this of hundreds.
+        """
+        owners: set[ProcessIdentity] = set()
+        last: ProcessIdentity | None = None
+        for handle, segment in self._open.items():
+            owner = handle.owner
+            if isinstance(segment, OpenedSegment) and (owner is last or owner in owners):
+                segment.verify_size()
+            else:
+                segment.verify()
+                owners.add(owner)
+            last = owner
 
     def verify_sizes(self) -> None:
         """Raise ``LocationError`` when a segment has shrunk since it was last verified, a moment ago."""

@@ -10,9 +10,9 @@ import time
 
 from rich.console import Console
 from rich.control import Control
-from rich.filesize import decimal
 from rich.segment import ControlType
 
+from rankcast.manifest import size
 from rankcast.telemetry.progress import Progress
 
 _BAR = 20
@@ -72,8 +72,8 @@ def line(progress: Progress, *, seconds: float, since: int = 0) -> str:
         parts.append("published")
     else:
         parts.append(f"{progress.stage} {min(progress.round + 1, progress.rounds)} of {progress.rounds}")
-    parts.append(f"{decimal(progress.done)} of {decimal(progress.total)}")
+    parts.append(f"{size(progress.done)} of {size(progress.total)}")
     moved = progress.done - since
     if seconds > 0 and moved > 0:
-        parts.append(f"{decimal(int(moved / seconds))}/s")
+        parts.append(f"{size(moved / seconds)}/s")
     return "  ".join(parts)

@@ -14,7 +14,7 @@ import numpy as np
 
 from rankcast.errors import LimitError
 from rankcast.manifest import Manifest
-from rankcast.plan.columns import Destinations, Fleet, Shards, dimensions, dtype_codes
+from rankcast.plan.columns import Destinations, Flags, Fleet, Shards, dimensions, dtype_codes
 from rankcast.plan.routes import Plan, make_plan
 from rankcast.trainer.group import TrainerGroup
 from rankcast.trainer.sources.base import WeightSource
@@ -218,27 +218,40 @@ def uncastable(held: str, declared: str, destination: str) -> str:
     return ""
 
 
+def planned_shards(manifest: Manifest, shards: Shards, direct: Sequence[str]) -> Shards:
+    """Those of ``shards`` that are of the tensors ``direct``, which alone are planned."""
+    return shards.take(_kept(manifest, direct)[shards.tensor])
+
+
+def _kept(manifest: Manifest, direct: Sequence[str]) -> Flags:
+    keep = np.zeros(len(manifest), dtype=np.bool_)
+    keep[[manifest.index[name] for name in direct]] = True
+    return keep
+
+
 def plan_of(manifest: Manifest, shards: Shards, wanted: Sequence[Wanted], direct: Sequence[str]) -> Plan:
-    """The plan for all workers, whose wants come in fleet order; ``manifest`` has the tensors of ``direct`` and others.
+    """The plan for all workers, whose wants come in fleet order; ``shards`` are those of the tensors ``direct``.
 
     Raises ``ManifestError`` naming the tensors of which a worker wants an element that no trainer rank holds.
     """
-    keep = np.zeros(len(manifest), dtype=np.bool_)
-    keep[[manifest.index[name] for name in direct]] = True
+    keep = _kept(manifest, direct)
     distinct: dict[bytes, int] = {}
     traces: list[Destinations] = []
+    names: list[tuple[str, ...]] = []
     of_worker: list[int] = []
     for worker in wanted:
         key = msgspec.msgpack.encode(worker)
         if key not in distinct:
             distinct[key] = len(traces)
             traces.append(_destinations(worker, manifest, keep))
+            names.append(worker.parameters.names)
         of_worker.append(distinct[key])
-    fleet = Fleet(tuple(traces), np.array(of_worker, dtype=np.int32), np.zeros(len(of_worker), dtype=np.int32))
-    return make_plan(manifest, shards.take(keep[shards.tensor]), fleet)
+    hosts = np.zeros(len(of_worker), dtype=np.int32)
+    fleet = Fleet(tuple(traces), np.array(of_worker, dtype=np.int32), hosts, tuple(names))
+    return make_plan(manifest, shards, fleet)
 
 
-def _destinations(worker: Wanted, manifest: Manifest, keep: np.ndarray) -> Destinations:
+def _destinations(worker: Wanted, manifest: Manifest, keep: Flags) -> Destinations:
     dims = dimensions(manifest)
     tensor = np.array(worker.tensors, dtype=np.int32)
     parameter = np.array(worker.destinations, dtype=np.int32)

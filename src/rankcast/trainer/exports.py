@@ -66,7 +66,9 @@ class Exports:
         self._bucket_bytes = bucket_bytes
         self.staging: Staging | None = None
         self.kind = "shm"
-        joined = _Joined(options, source.manifest())
+        own = source.manifest()
+        own.check()  # a source of the user's own may have built it unchecked, and it must travel
+        joined = _Joined(options, own)
         replies = group.exchange(msgspec.msgpack.encode(joined), "manifests")
         all_joined = [msgspec.msgpack.decode(reply, type=_Joined) for reply in replies]
         for rank, other in enumerate(all_joined):

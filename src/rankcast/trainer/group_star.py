@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from rankcast.errors import RankcastError, TrainerError
+from rankcast.errors import RankcastError, TrainerError, travelling
 from rankcast.process import provably_dead
 from rankcast.trainer.group_base import TrainerGroup
 from rankcast.trainer.group_link import PROMPTLY, Frame, Link, Peer
@@ -103,7 +103,7 @@ class StarGroup(TrainerGroup):
         if not isinstance(error, TrainerError):
             text = f"{self._peers[self.rank].label} raised {type(error).__name__}: {text}"
         with contextlib.suppress(Exception):
-            self._fail(text)
+            self._fail(travelling(text))
 
     def pulse(self) -> None:
         now = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
-from rankcast.errors import EngineError, StateError
+from rankcast.errors import EngineError, StateError, travelling
 from rankcast.trainer.engine import Engine, Replies, WorkerFault, refuse
 from rankcast.trainer.pending import Pending
 from rankcast.trainer.shares import Share
@@ -262,7 +262,7 @@ class Lead:
                     workers=len(engine.workers),
                     sequence=-1,
                     weight_version=self._version,
-                    reason=reason[:500],
+                    reason=travelling(reason[:500]),
                 )
             )
 

@@ -1,20 +1,25 @@
 """What rank 0 keeps of plans: which tensors go by route, the plan of those, and every worker's share.
 
 This module joins what workers want with what trainer ranks export. It must not know sessions or how shares are sent.
-Everything here is made again only when a worker is new or a shard moved.
+A plan is made again only when a worker is new or a rank holds other boxes. Where shards merely lie elsewhere it keeps
+its routes, and only the workers that read one of these get another share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from rankcast.errors import UnsupportedError
 from rankcast.manifest import Manifest, listed
+from rankcast.plan.columns import Flags
 from rankcast.plan.routes import Plan
 from rankcast.plan.schedule import Placed
 from rankcast.telemetry.report import WayRow
-from rankcast.trainer.direct import DirectExports, Ways, can_round, choose_ways, plan_of
+from rankcast.trainer.direct import DirectExports, Ways, can_round, choose_ways, plan_of, planned_shards
 from rankcast.trainer.engine import Engine, WorkerFault, refuse
 from rankcast.trainer.fleet import Fleet
 from rankcast.trainer.shares import Routes, Share, cut_share
@@ -24,6 +29,39 @@ from rankcast.wire.reports import Fault, Wanted
 #: Why nothing goes by route where that was not even tried.
 UNREADABLE = "workers cannot open this trainer's memory where it lies"
 _LYING = {"shm": "memory", "file": "a file"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MadeOf:
+    """What shares are cut from: where staged tensors lie, who was met, the plan, and each trainer rank's segments."""
+
+    placed: Placed
+    staged: tuple[Handle, ...]
+    meetings: tuple[int, ...]
+    plan: Plan | None
+    handles: Sequence[tuple[Handle, ...]]
+
+    def same(self, other: _MadeOf) -> bool:
+        """Whether shares cut from ``other`` hold."""
+        return self._stands(other) and self.plan is other.plan
+
+    def moved_since(self, other: _MadeOf) -> Flags | None:
+        """Which shards of the plan lie elsewhere than in ``other``; ``None`` when more than that has changed."""
+        if not self._stands(other) or self.plan is None or other.plan is None:
+            return None
+        now, then = self.plan.pieces.shards, other.plan.pieces.shards
+        if self.plan.crossings is not other.plan.crossings:
+            return None
+        # A segment may have another number and be the same, or the other way round.
+        segments = np.stack([now.rank, now.segment, then.segment], axis=1)
+        kinds, kind_of = np.unique(segments, axis=0, return_inverse=True)
+        other_segment = np.array([self.handles[r][a] != other.handles[r][b] for r, a, b in kinds.tolist()], np.bool_)
+        moved: Flags = other_segment[kind_of.reshape(-1)] | (now.offset != then.offset)
+        moved |= (now.strides != then.strides).any(axis=1)
+        return moved
+
+    def _stands(self, other: _MadeOf) -> bool:
+        return self.placed is other.placed and self.staged is other.staged and self.meetings == other.meetings
 
 
 class Planning:
@@ -40,7 +78,7 @@ class Planning:
         self._direct: DirectExports | None = None
         self._shares: dict[tuple[str, int], Share] = {}
         self._rows: tuple[WayRow, ...] = ()
-        self._made_of: tuple[Placed, tuple[Handle, ...], tuple[int, ...]] | None = None
+        self._made_of: _MadeOf | None = None
         self._planned_for: tuple[int, tuple[int, ...]] | None = None
 
     def use(self, direct: DirectExports) -> Ways:
@@ -107,13 +145,16 @@ class Planning:
         return [engine.wanted[worker.rank] for engine, worker in self._fleet.workers()]
 
     def _replan(self, direct: DirectExports) -> None:
-        shards = direct.columns(self._manifest)
-        self.plan = plan_of(self._manifest, shards, self._wanted(), self.ways.direct)
-        self._made_of = None
-        self._planned_for = (direct.generation, self._fleet.meetings)
+        shards = planned_shards(self._manifest, direct.columns(self._manifest), self.ways.direct)
+        meetings = self._fleet.meetings
+        moved = None
+        if self.plan is not None and self._planned_for is not None and self._planned_for[1] == meetings:
+            moved = self.plan.moved(shards)
+        self.plan = moved or plan_of(self._manifest, shards, self._wanted(), self.ways.direct)
+        self._planned_for = (direct.generation, meetings)
 
     def renew(self) -> None:
-        """Make the plan again when workers were met anew or shards moved since it was made; raises as ``use`` does.
+        """Bring the plan up to date when workers were met anew or shards moved since; raises as ``use`` does.
 
         A worker that turns out to want tensors another way than was agreed at connect is an ``UnsupportedError``.
         """
@@ -127,30 +168,35 @@ class Planning:
 
     def shares(self, rest: Manifest, placed: Placed, staged: tuple[Handle, ...]) -> Mapping[tuple[str, int], Share]:
         """What each worker, by engine id and rank, receives: ``rest`` by schedule, all else by program."""
-        of = self._made_of
-        if of is None or of[0] is not placed or of[1] is not staged or of[2] != self._fleet.meetings:
-            self._shares = self._cut(rest, placed, staged)
+        handles = self._direct.handles if self._direct is not None else []
+        made_of = _MadeOf(placed, staged, self._fleet.meetings, self.plan, handles)
+        if self._made_of is None or not made_of.same(self._made_of):
+            self._shares = self._cut(rest, made_of)
             self._rows = self._count(rest)
-            handles = {handle for share in self._shares.values() for handle in share.handles}
-            self._planes = tuple(sorted({plane_of(handle) for handle in handles}))
-            self._made_of = (placed, staged, self._fleet.meetings)
+            used = {handle for share in self._shares.values() for handle in share.handles}
+            self._planes = tuple(sorted({plane_of(handle) for handle in used}))
+            self._made_of = made_of
         return self._shares
 
-    def _cut(self, rest: Manifest, placed: Placed, staged: Sequence[Handle]) -> dict[tuple[str, int], Share]:
+    def _cut(self, rest: Manifest, made_of: _MadeOf) -> dict[tuple[str, int], Share]:
         made: dict[tuple[int, ...], Share] = {}
         shares: dict[tuple[str, int], Share] = {}
+        moved = None if self._made_of is None else made_of.moved_since(self._made_of)
         for number, (engine, worker) in enumerate(self._fleet.workers()):
+            who = (engine.id, worker.rank)
             touched = self._touched(engine, worker.rank, rest)
-            if self._direct is not None and self.plan is not None:
-                routes = Routes(
-                    self.plan.for_worker(number), engine.wanted[worker.rank].parameters.names, self._direct.handles
-                )
-                shares[engine.id, worker.rank] = cut_share(rest, placed, staged, touched, routes)
+            if made_of.plan is not None:
+                if moved is not None and not made_of.plan.reads(number, moved):
+                    shares[who] = self._shares[who]
+                    continue
+                parameters = engine.wanted[worker.rank].parameters.names
+                routes = Routes(made_of.plan.for_worker(number), parameters, made_of.handles)
+                shares[who] = cut_share(rest, made_of.placed, made_of.staged, touched, routes)
                 continue
             # Without routes, workers that touch the same tensors have the same share.
             if touched not in made:
-                made[touched] = cut_share(rest, placed, staged, touched, None)
-            shares[engine.id, worker.rank] = made[touched]
+                made[touched] = cut_share(rest, made_of.placed, made_of.staged, touched, None)
+            shares[who] = made[touched]
         return shares
 
     def _touched(self, engine: Engine, rank: int, rest: Manifest) -> tuple[int, ...]:

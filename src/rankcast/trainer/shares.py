@@ -78,7 +78,10 @@ def _program(routes: Routes, base: int) -> tuple[Program, list[Handle], int, int
     """The program, its handles (numbered from ``base``), the bytes that it reads, and of how many tensors."""
     targets, origins = routes.rows.targets, routes.rows.origins
     pairs = np.stack([origins.rank, origins.segment], axis=1)
-    used, local = np.unique(pairs, axis=0, return_inverse=True)
+    used, first, local = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+    # In the order in which this worker's own rows come to them: a segment that others read must not number these anew.
+    order = np.argsort(first)
+    used, local = used[order], np.argsort(order)[local.reshape(-1)]
     parameters, at = np.unique(targets.parameter, return_inverse=True)
     volume = targets.sizes.prod(axis=1)
     program = Program(
@@ -87,7 +90,7 @@ def _program(routes: Routes, base: int) -> tuple[Program, list[Handle], int, int
         offsets=tuple(targets.offset.tolist()),
         strides=tuple(map(tuple, targets.strides.tolist())),
         sizes=tuple(map(tuple, targets.sizes.tolist())),
-        segments=tuple((local.reshape(-1) + base).tolist()),
+        segments=tuple((local + base).tolist()),
         addresses=tuple(origins.offset.tolist()),
         source_strides=tuple(map(tuple, origins.strides.tolist())),
         dtypes=tuple(DTYPE_NAMES[code] for code in origins.dtype.tolist()),

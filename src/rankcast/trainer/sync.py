@@ -197,8 +197,8 @@ class Sync:
     def plan(self) -> Plan | None:
         """The plan of what goes by route: ``explain()``, ``to_json()``, ``hash``.
 
-        There is one on trainer rank 0, from ``connect`` on, and made anew when a worker was met again or a shard moved.
-        ``None`` on other ranks, and where nothing goes by route.
+        There is one on trainer rank 0, from ``connect`` on: another one when a worker was met again, or a shard moved,
+        which changes where it is read but no route. ``None`` on other ranks, and where nothing goes by route.
         """
         return self._leading.planning.plan if self._leading is not None else None
 

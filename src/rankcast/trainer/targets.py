@@ -13,7 +13,7 @@ from rankcast.control.http import HttpClient
 from rankcast.control.inprocess import InProcessClient
 from rankcast.control.llm import LLMClient
 from rankcast.errors import UnsupportedError
-from rankcast.topology import Worker
+from rankcast.topology import Worker, missing_ranks
 
 
 def clients(
@@ -28,8 +28,8 @@ def clients(
 
     ``target`` is a URL, a ``vllm.LLM``, a ``Receiver``, a ``WeightSyncClient``, or a list of those; receivers that
     share an engine id are one engine. ``sign`` gives the MAC of a route and a body, for clients made from URLs: those
-    are the caller's to close, all others stay with whoever made them. Raises ``UnsupportedError`` for anything else
-    and for an engine named twice.
+    are the caller's to close, all others stay with whoever made them. Raises ``UnsupportedError`` for anything else,
+    for an engine or a receiver named twice, and for receivers that are not all workers of their engine.
     """
     items = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
     if not items:
@@ -55,8 +55,49 @@ def clients(
     urls = [item.rstrip("/") for item in items if isinstance(item, str)]
     if len(set(urls)) != len(urls):
         raise UnsupportedError(f"an engine is named twice among the targets: {', '.join(urls)}")
+    for group in receivers.values():
+        _check_group(group)
     found += [(f"in-process engine {engine[:8]}", InProcessClient(group)) for engine, group in receivers.items()]
     return found
+
+
+def _check_group(receivers: Sequence[Any]) -> None:
+    """Refuse receivers with one engine id that are not exactly the workers which they say this engine has.
+
+    Looked at here, because whoever calls can still say what was meant: afterwards a worker is only one that is silent.
+    """
+    first = receivers[0].worker
+    for at, receiver in enumerate(receivers):
+        if any(receiver is other for other in receivers[:at]):
+            raise UnsupportedError(
+                f"the Receiver of {receiver.worker.label} is given twice among the targets: give each Receiver once",
+                worker=receiver.worker.label,
+            )
+    by_rank: dict[int, Worker] = {}
+    for receiver in receivers:
+        worker = receiver.worker
+        if worker.workers != first.workers:
+            raise UnsupportedError(
+                f"{first.label} and {worker.label} are Receivers of one engine that do not agree on how many workers "
+                f"it has, {first.workers} or {worker.workers}: give their Worker records one count",
+                worker=worker.label,
+            )
+        if worker.rank in by_rank:
+            raise UnsupportedError(
+                f"two Receivers say that they are {worker.label}: give each a Worker of its own rank, "
+                f"0 to {first.workers - 1}, or an engine id of its own when they are engines of their own",
+                worker=worker.label,
+            )
+        by_rank[worker.rank] = worker
+    absent = missing_ranks(by_rank, first.workers)
+    if absent:
+        labels = ", ".join(worker.label for worker in by_rank.values())
+        raise UnsupportedError(
+            f"the Receivers given of engine {first.engine[:8]} are {labels}; rank{'s' * (len(absent) > 1)} "
+            f"{', '.join(map(str, absent))} of {first.workers} {'is' if len(absent) == 1 else 'are'} missing: give the "
+            "Receivers of all its workers in one list, or make this one with Worker(workers=1) when it is alone",
+            worker=first.label,
+        )
 
 
 def made_here(target: object, over_http: Sequence[HttpClient]) -> list[HttpClient]:

@@ -190,7 +190,13 @@ class OpenedFile:
         _check_status(status_of(self._source, self._handle.owner, self.label), self._handle, self.label)
 
     def verify_size(self) -> None:
-        """Nothing to do: a read of a file that has shrunk is short, and says so."""
+        """Compare the open file with the record once more: there are few files, and one that was rewritten is another.
+
+        Raises ``LocationError`` naming the file when it was truncated, grown or rewritten.
+        """
+        if self._descriptor < 0:
+            raise LocationError(f"{self.label} was verified after it was closed")
+        _check_status(os.fstat(self._descriptor), self._handle, self.label)
 
     def refresh(self) -> None:
         """Nothing to do: every read asks the file anew."""

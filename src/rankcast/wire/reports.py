@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rankcast.errors import RankcastError, error_for
+from rankcast.errors import RankcastError, error_for, travelling
 from rankcast.manifest import Manifest
 from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL
@@ -24,13 +24,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, error: BaseException, *, other: str = "internal") -> Fault:
         """A fault from an exception; ``other`` is the code of anything that is not rankcast's own."""
         if isinstance(error, RankcastError):
-            return cls(error.code, _sendable(error.message), None if error.tensor is None else _sendable(error.tensor))
-        return cls(other, _sendable(f"{type(error).__name__}: {error}"))
-
-
-def _sendable(text: str) -> str:
-    # A lone surrogate, from a name or a path, has no encoding: it must not keep a fault from being reported.
-    return text.encode(errors="backslashreplace").decode()
+            tensor = None if error.tensor is None else travelling(error.tensor)
+            return cls(error.code, travelling(error.message), tensor)
+        return cls(other, travelling(f"{type(error).__name__}: {error}"))
 
 
 def error_of(fault: Fault, *, worker: str | None = None) -> RankcastError:

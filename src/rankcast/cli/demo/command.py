@@ -29,6 +29,8 @@ from rankcast.errors import RankcastError, UnsupportedError
 from rankcast.telemetry.report import PushReport
 
 MODES = ("broadcast", "ranklocal", "direct")
+#: ``auto`` goes direct in all of this fleet, and would only repeat that row: it is there for who asks for it.
+KNOWN_MODES = (*MODES, "auto")
 LAYOUT = Layout(tp=2, dp=2, expert_parallel=True)
 RANKS = 2
 #: Small, so that a push takes several rounds.
@@ -42,15 +44,15 @@ _FLEET = "the fleet"
 def demo(*, json: bool = False, steps: int = 3, modes: Sequence[str] | None = None, keep: bool = False) -> int:
     """Run the demo; returns the exit code, 0 only when everything was verified.
 
-    ``modes``: which modes, in this order (default: all there are); ``steps``: training steps, and pushes, in each.
-    ``json`` prints one object, an ``Outcome``, and nothing else on standard output. ``keep`` leaves the fleet running
-    afterwards until interrupted. Raises ``UnsupportedError`` for a mode there is not, or no steps; ``RankcastError``,
-    with the last lines that it wrote, when a process of the demo ends or falls silent.
+    ``modes``: which of ``KNOWN_MODES``, in this order (default: ``MODES``); ``steps``: training steps, and pushes, in
+    each. ``json`` prints one object, an ``Outcome``, and nothing else on standard output. ``keep`` leaves the fleet
+    running afterwards until interrupted. Raises ``UnsupportedError`` for a mode there is not, or no steps;
+    ``RankcastError``, with the last lines that it wrote, when a process of the demo ends or falls silent.
     """
     wanted = tuple(modes or MODES)
-    unknown = [mode for mode in wanted if mode not in MODES]
+    unknown = [mode for mode in wanted if mode not in KNOWN_MODES]
     if unknown or len(set(wanted)) != len(wanted):
-        raise UnsupportedError(f"modes {', '.join(wanted)}: each may be one of {', '.join(MODES)}, once")
+        raise UnsupportedError(f"modes {', '.join(wanted)}: each may be one of {', '.join(KNOWN_MODES)}, once")
     if steps < 1:
         raise UnsupportedError(f"{steps} steps: there must be at least one")
     display = Display()

@@ -10,13 +10,23 @@ from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from rankcast.cli.demo.messages import Moving
 from rankcast.cli.demo.summary import Outcome
 from rankcast.cli.demo.verify import TOLD, Finding
+from rankcast.manifest import size
 from rankcast.telemetry.report import PushReport
+
+
+class SpeedColumn(ProgressColumn):
+    """Bytes a second, in the same units as everything else; rich's own column has powers of 1000."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{size(speed)}/s", style="progress.data.speed")
 
 
 class Display:
@@ -41,8 +51,8 @@ class Display:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            DownloadColumn(binary_units=True),
+            SpeedColumn(),
         )
         with Progress(*columns, console=self._console, transient=True) as self._bars:
             self._bar = self._bars.add_task("starting", total=None)
@@ -70,7 +80,7 @@ class Display:
         found = "verified" if not finding.differences else f"{len(finding.differences)} differences"
         self.say(
             f"{report.weight_version:<14} loss {loss:6.3f}   {report.worker_calls:>4} calls   "
-            f"{mebibytes(report.nbytes):>10}   {report.seconds:6.3f} s   {found}"
+            f"{size(report.nbytes):>10}   {report.seconds:6.3f} s   {found}"
         )
 
 
@@ -79,7 +89,7 @@ def print_outcome(outcome: Outcome) -> None:
     console = Console(highlight=False)
     layout, trainer = outcome.fleet.layout, outcome.trainer
     console.print(
-        f"One push of {trainer.tensors} tensors, {mebibytes(trainer.nbytes)}, from {trainer.ranks} trainer ranks to "
+        f"One push of {trainer.tensors} tensors, {size(trainer.nbytes)}, from {trainer.ranks} trainer ranks to "
         f"{outcome.fleet.workers} workers (DP{layout.dp} x TP{layout.tp}"
         f"{', expert parallel' if layout.expert_parallel else ''}):",
         soft_wrap=True,
@@ -89,7 +99,7 @@ def print_outcome(outcome: Outcome) -> None:
         pushes = sum(mode.pushes for mode in outcome.modes.values())
         console.print(
             f"[bold]verified[/bold]: after each of {pushes} pushes, {outcome.compared_parameters} parameters "
-            f"({mebibytes(outcome.compared_bytes)}) on {outcome.fleet.workers} workers, bit for bit",
+            f"({size(outcome.compared_bytes)}) on {outcome.fleet.workers} workers, bit for bit",
             soft_wrap=True,
         )
         return
@@ -122,8 +132,3 @@ def told(differences: Sequence[str]) -> list[str]:
     """The first differences, and how many more there are."""
     more = len(differences) - TOLD
     return [*differences[:TOLD], *([f"and {more} more"] if more > 0 else [])]
-
-
-def mebibytes(nbytes: int) -> str:
-    """A size for people."""
-    return f"{nbytes / 2**20:.1f} MiB"
