@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 # Inherited by every process a test starts, so that one whose parent was killed is still known as ours.
 MARK = "RANKCAST_TEST_RUN"
@@ -54,33 +55,58 @@ GRACE_SECONDS = 10.0
 SWEEPERS = ("test_pid_namespaces.py", "test_shm.py")
 
 
-def _status(pid: int) -> tuple[int, str] | None:
-    """Parent's pid and state letter, or None when the process is gone."""
-    try:
-        # The name in parentheses may hold anything; what follows the last one may not.
-        state, parent = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
+class _Status(NamedTuple):
+    """Parent's pid and state letter, and what is another one once the process is another or has another environment."""
+
+    parent: int
+    state: str
+    incarnation: tuple[str, ...]
+
+
+def _status(pid: int) -> _Status | None:
+    """What the kernel says of a process, or None when it is gone."""
+    # The name in parentheses may hold anything; what follows the last one may not.
+    fields = _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    if len(fields) < 49:
         return None
-    return int(parent), state
+    # When it started, and where its environment lies in its memory: both for good, until it executes another program.
+    return _Status(int(fields[1]), fields[0], (fields[19], *fields[47:49]))
 
 
 def _read(pid: int, what: str) -> bytes:
     try:
-        return (Path("/proc") / str(pid) / what).read_bytes()
+        with open(f"/proc/{pid}/{what}", "rb", buffering=0) as file:
+            return file.read()
     except OSError:
         return b""
 
 
+#: Whether each living process carries this run's mark, by pid: environments are long, and two scans a test are many.
+_marked: dict[int, tuple[tuple[str, ...], bool]] = {}
+
+
+def _is_marked(pid: int, incarnation: tuple[str, ...]) -> bool:
+    known = _marked.get(pid)
+    if known is not None and known[0] == incarnation:
+        return known[1]
+    found = _read(pid, "environ")
+    marked = f"{MARK}={os.environ[MARK]}".encode() in found.split(b"\0")
+    if found:  # it has none for a moment while it executes another program
+        _marked[pid] = incarnation, marked
+    return marked
+
+
 def _started_by_us() -> set[int]:
     """Living processes below this one, and those that inherited this run's mark and lost their parent since."""
-    parents: dict[int, int] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and (status := _status(int(entry.name))) is not None and status[1] not in "ZX":
-            parents[int(entry.name)] = status[0]
+    living: dict[int, _Status] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (status := _status(int(name))) is not None and status.state not in "ZX":
+            living[int(name)] = status
+    for pid in _marked.keys() - living.keys():
+        del _marked[pid]
     me = os.getpid()
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    ours = {pid for pid in parents if pid != me and mark in _read(pid, "environ").split(b"\0")}
-    return (ours | _below({me}, parents)) - {me}
+    ours = {pid for pid, status in living.items() if pid != me and _is_marked(pid, status.incarnation)}
+    return (ours | _below({me}, {pid: status.parent for pid, status in living.items()})) - {me}
 
 
 def _below(roots: set[int], parents: dict[int, int]) -> set[int]:
@@ -92,7 +118,7 @@ def _below(roots: set[int], parents: dict[int, int]) -> set[int]:
 
 def _lasting(allowed: set[int], ours: set[int]) -> set[int]:
     """`allowed`, whatever they started, and the tracker that Python keeps beside a process until that exits."""
-    parents = {pid: status[0] for pid in ours if (status := _status(pid)) is not None}
+    parents = {pid: status.parent for pid in ours if (status := _status(pid)) is not None}
     trackers = {pid for pid in ours if b"multiprocessing.resource_tracker" in _read(pid, "cmdline")}
     return _below(allowed, parents) | trackers
 

@@ -277,6 +277,24 @@ def test_a_message_that_writes_over_an_earlier_one_is_refused_before_it_is_writt
     receiver.close()
 
 
+def test_a_message_two_tensors_of_which_go_to_one_place_is_refused_before_it_is_written() -> None:
+    model = Fused(embed=2)
+
+    def load(weights: Any) -> None:
+        for _, tensor in weights:
+            model.get_parameter("embed").data.copy_(tensor)
+
+    receiver = Receiver(model, load_weights=load)
+    with ByHand([receiver], tensors(("a", "b"))) as by_hand:
+        receiver.start_weight_update()
+        with pytest.raises(ManifestError, match=r"embed: .* is copied to twice in one session, from a and from b"):
+            receiver.update_weights(by_hand.bare())
+        receiver.abort_weight_update()
+        assert (receiver.servable, receiver.state) == (True, "idle")
+        assert model.get_parameter("embed").unique().tolist() == [-1.0]
+    receiver.close()
+
+
 def test_a_loader_that_waited_for_a_partner_in_another_message_is_named_at_finish_and_nothing_is_served() -> None:
     model = Fused(qkv=6)
     receiver = Receiver(model, installer=LoaderInstaller(model, model.waits, may_ignore=lambda name: name in "kv"))

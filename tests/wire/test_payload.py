@@ -135,9 +135,17 @@ def test_an_entry_that_is_no_dict_is_refused_with_the_worker_named(entry: object
         {"rankcast": PROTOCOL, "entries": {"00": {}}},
     ],
 )
-def test_an_own_payload_of_another_form_is_refused(payload: dict[str, Any]) -> None:
-    with pytest.raises(PayloadError):
+def test_an_own_payload_of_another_form_is_refused_by_a_worker_that_says_who_it_is(payload: dict[str, Any]) -> None:
+    with pytest.raises(PayloadError) as refusal:
         pick(payload, worker(0, 1))
+    assert refusal.value.worker == worker(0, 1).label
+
+
+def test_a_payload_of_another_protocol_says_what_to_do() -> None:
+    with pytest.raises(
+        PayloadError, match=rf"{PROTOCOL + 1}, worker 0 of 1 .* speaks {PROTOCOL}: use the same rankcast"
+    ):
+        pick({"rankcast": PROTOCOL + 1, "entries": {"0": {}}}, worker(0, 1))
 
 
 def test_an_empty_bare_entry_names_nothing() -> None:

@@ -23,7 +23,8 @@ from rankcast.wire.handles import Handle
 def schedule_manifest(schedule: Schedule, *, installs: int, segments: int) -> Manifest:
     """The tensors of a schedule, once its columns are proved to fit each other.
 
-    Raises ``PayloadError`` on uneven columns or an index out of range, ``ManifestError`` on bad or repeated names.
+    Raises ``PayloadError`` on uneven columns or an install that is not announced, ``LocationError`` on a segment that
+    did not come, ``ManifestError`` on bad or repeated names.
     """
     count = len(schedule.names)
     for column in ("dtypes", "shapes", "rounds", "segments", "offsets"):
@@ -31,7 +32,7 @@ def schedule_manifest(schedule: Schedule, *, installs: int, segments: int) -> Ma
             raise PayloadError(f"a schedule has {count} names but {len(getattr(schedule, column))} {column}")
     for name, turn, segment in zip(schedule.names, schedule.rounds, schedule.segments, strict=True):
         if not 0 <= turn < installs:
-            raise PayloadError(f"{name} is to come with install {turn}, but there are {installs} installs")
+            raise PayloadError(f"{name} is to come with install {turn}, but there are {installs} installs", tensor=name)
         if not 0 <= segment < segments:
             raise LocationError(f"{name} lies in segment {segment}, but {segments} handles came", tensor=name)
     rows = zip(schedule.names, schedule.dtypes, schedule.shapes, strict=True)
@@ -104,7 +105,6 @@ class Delivery:
     """The tensors of one prepared session, round by round, as zero-copy views of the trainer's segments."""
 
     def __init__(self, schedule: Schedule, opened: Sequence[Opened], installs: int) -> None:
-        self.names = frozenset(schedule.names)
         self._rounds: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(installs)]
         self._segments: list[list[OpenedSegment]] = [[] for _ in range(installs)]
         self._nbytes = [0] * installs

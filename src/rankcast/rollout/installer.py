@@ -34,7 +34,10 @@ class Installer(Protocol):
     whole_modules: bool
 
     def trace(self, manifest: Manifest) -> Trace:
-        """What the engine's loader does with ``manifest``'s tensors; raises ``ManifestError`` where it refuses one."""
+        """What the engine's loader does with ``manifest``'s tensors.
+
+        Raises ``ManifestError`` where it refuses one, ``UnsupportedError`` for what cannot be recorded.
+        """
 
     def fingerprint(self) -> Fingerprint:
         """What decides where the loader puts things, as it is now; ``trace`` puts it into what it returns.

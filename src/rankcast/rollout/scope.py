@@ -25,10 +25,10 @@ from rankcast.wire.reports import Touched, Wanted
 
 
 class Scope:
-    """One manifest, traced: taken once per connection, asked at every prepare."""
+    """One manifest, traced: taken once per connection and asked at every prepare; of bare entries, once for each."""
 
     def __init__(self, manifest: Manifest, installer: Installer, *, casts: bool = False) -> None:
-        """Trace ``manifest``; raises ``ManifestError`` where the loader refuses a tensor, and where a dtype differs.
+        """Trace ``manifest``; raises as ``Installer.trace`` does, and ``ManifestError`` where a dtype differs.
 
         With ``casts`` a dtype may differ, and is refused only for a tensor that is to come through the loader.
         """
@@ -55,7 +55,7 @@ class Scope:
         """Raise ``ManifestError`` when two tensors of the manifest go to the same place."""
         overlaps = self.trace.overlaps()
         if overlaps:
-            raise ManifestError(f"tensors would overwrite each other: {listed(overlaps)}")
+            raise ManifestError(f"tensors would overwrite each other: {listed(overlaps)}: leave one out of the source")
 
     @property
     def names(self) -> frozenset[str]:

@@ -21,7 +21,7 @@ from rankcast.trace.dtypes import dtype_name
 from rankcast.trace.fingerprint import NOTHING_SAID, Fingerprint
 from rankcast.trace.keeping import Keeping
 from rankcast.trace.operands import is_constant, only_moves, tensors_in, without_storage
-from rankcast.trace.targets import Targets, gone, meta_tensors, storage_key
+from rankcast.trace.targets import Targets, Watch, meta_tensors, storage_key
 
 __all__ = ["Cast", "Trace", "trace_loader"]
 
@@ -131,7 +131,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._given = given
         self._lineage = {storage_key(t): _Lineage((i,), "", False) for i, t in enumerate(given)}
         # Also so that no later storage can take the address of one that is known.
-        self._gone = {storage_key(t): gone(t) for t in given}
+        self._watched = {storage_key(t): Watch(t) for t in given}
         self._made: set[int] = set()
         self._current: int | None = None
         self._fed = 0
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def alive(self) -> dict[int, tuple[int, ...]]:
         """The storages that are still there and have something of the given tensors, with which these are."""
-        known = ((key, self._lineage_of(key).sources) for key, gone in self._gone.items() if not gone())
+        known = ((key, self._lineage_of(key).sources) for key, watch in self._watched.items() if not watch.gone)
         return {key: sources for key, sources in known if sources}
 
     def check_exhausted(self) -> None:
@@ -371,5 +371,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self._lineage.pop(key, None)
             return
         self._lineage[key] = lineage
-        if key not in self._gone:
-            self._gone[key] = gone(tensor)
+        if key not in self._watched:
+            self._watched[key] = Watch(tensor)

@@ -6,10 +6,9 @@ This module knows torch storages. It must not know what a loader does or what a 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankcast.errors import ManifestError, UnsupportedError
 from rankcast.geometry import extent
@@ -24,10 +23,18 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def gone(tensor: torch.Tensor) -> Callable[[], bool]:
-    """A question: whether the tensor's storage is gone. While it can be asked, no other storage has the same key."""
-    asked: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired  # type: ignore[no-untyped-call]
-    return asked
+class Watch:
+    """Says whether a tensor's storage is gone. While there is a watch, no other storage takes the same key."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = tensor.untyped_storage()._weak_ref()
+
+    @property
+    def gone(self) -> bool:
+        return bool(torch.UntypedStorage._expired(self._reference))
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._reference)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class Targets:

@@ -30,7 +30,10 @@ def box_in(
     """
     if isinstance(opened, OpenedFile):
         return FileRead(opened, dtype, sizes, strides, address, name)
-    flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
+    try:
+        flat = opened.tensor(dtype, (extent(sizes, strides),), address, name=f"a box for {name}")
+    except LocationError as fault:
+        raise LocationError(fault.message, tensor=name) from None
     return torch.as_strided(flat, tuple(sizes), tuple(strides))
 
 
@@ -52,7 +55,11 @@ class FileRead:
         self._name = name
         end = address + extent(sizes, strides) * self._itemsize
         if end > file.size:
-            raise LocationError(f"a box for {name} would end at byte {end} of {file.label}, which has {file.size}")
+            raise LocationError(
+                f"a box for {name} would end at byte {end} of {file.label}, which has {file.size}: the plan and the "
+                "file do not belong together",
+                tensor=name,
+            )
 
     def into(self, view: torch.Tensor) -> None:
         """Read the box into ``view``, of the same sizes and any strides; a view of another dtype rounds.

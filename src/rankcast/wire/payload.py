@@ -132,10 +132,17 @@ def pick(payload: object, worker: Worker) -> Entry:
 
 def _pick_own(payload: Mapping[str, Any], worker: Worker) -> Entry:
     if payload["rankcast"] != PROTOCOL:
-        raise PayloadError(f"the payload speaks protocol {payload['rankcast']!r}, this worker speaks {PROTOCOL}")
+        raise PayloadError(
+            f"the payload speaks protocol {payload['rankcast']!r}, {worker.label} speaks {PROTOCOL}: use the same "
+            "rankcast version on both sides",
+            worker=worker.label,
+        )
     entries = payload.get("entries")
     if set(payload) != {"rankcast", "entries"} or not isinstance(entries, Mapping):
-        raise PayloadError(f'a rankcast payload has "rankcast" and "entries", this one has {sorted(map(str, payload))}')
+        raise PayloadError(
+            f'a rankcast payload has "rankcast" and "entries", this one has {sorted(map(str, payload))}',
+            worker=worker.label,
+        )
     for key in (str(worker.rank), EVERYONE):
         if key in entries:
             return _entry(entries[key], worker)

@@ -75,18 +75,18 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What one worker answers to one call, or to an identify.
 
     ``call`` is the kind that was handled (``identify``, ``init``, ``claim``, ``release``, ``start``, ``prepare``,
-    ``install``, ``abort``, ``finish``). ``session`` and ``sequence`` are those of the call, ``request`` that of an init
-    message. ``state`` and ``servable`` are the worker's after the call; ``generation`` counts the sessions it completed
-    since its process began; ``connection`` and ``plan_hash`` are what it still holds, and ``nonce`` what claims of that
-    connection must carry. ``weight_version`` is the published name of its weights, ``attested_version`` what the last
-    session that completed was prepared as; each is empty when the weights have no such name. ``tensors`` and
-    ``nbytes`` count what this call read. ``opened`` says whether the probe of an init could be opened, ``unreachable``
-    why not. ``ended`` says that this call ended a session which its trainer had left open, or a claim that it never
-    gave back. ``orphaned`` says that some trainer's claim ended so, or was aborted, and that it never said that nothing
-    was left paused; it stays set until one does. ``wrote`` says of a finish that the session gave this worker its
-    weights, and is true as well where there is no parameter to give any to. ``digests`` has, where prepare asked for
-    them, those of what an install brought: one for each route of the program, or for each tensor of the round, in their
-    order (``transports.digest``).
+    ``install``, ``abort``, ``finish``, ``disown``; ``update`` for an entry that is bare or could not be read).
+    ``session`` and ``sequence`` are those of the call, ``request`` that of an init message. ``state`` and ``servable``
+    are the worker's after the call; ``generation`` counts the sessions it completed since its process began;
+    ``connection`` and ``plan_hash`` are what it still holds, and ``nonce`` what claims of that connection must carry.
+    ``weight_version`` is the published name of its weights, ``attested_version`` what the last session that completed
+    was prepared as; each is empty when the weights have no such name. ``tensors`` and ``nbytes`` count what this call
+    read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not. ``ended`` says that
+    this call ended a session which its trainer had left open, or a claim that it never gave back. ``orphaned`` says
+    that some trainer's claim ended so, or was aborted, and that it never said that nothing was left paused; it stays
+    set until one does. ``wrote`` says of a finish that the session gave this worker its weights, and is true as well
+    where there is no parameter to give any to. ``digests`` has, where prepare asked for them, those of what an install
+    brought: one for each route of the program, or for each tensor of the round, in their order (``transports.digest``).
     """
 
     protocol: int = PROTOCOL
