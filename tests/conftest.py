@@ -51,8 +51,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 SHARED_MEMORY = Path("/dev/shm")
 # How long a process that a test has told to stop may take to be gone.
 GRACE_SECONDS = 10.0
-# Files of tests that remove named memory of dead owners, or look for it: whoever's it is.
-SWEEPERS = ("test_pid_namespaces.py", "test_shm.py")
+# How long a test that runs beside another may take to clear away what it left on purpose.
+PATIENCE_SECONDS = 60.0
+# Files of tests that make named memory, or remove what dead owners left of it, whoever's it is.
+SWEEPERS = ("test_limits.py", "test_live.py", "test_pid_namespaces.py", "test_shm.py")
+# Set in each of the processes among which the tests are divided.
+DIVIDED = "PYTEST_XDIST_WORKER"
 
 
 class _Status(NamedTuple):
@@ -142,10 +146,10 @@ def _wait_until_gone(pids: set[int], deadline: float) -> None:
             os.close(descriptor)
 
 
-def _shared_memory_files(allowed: set[int]) -> set[str]:
+def _shared_memory_files(allowed: set[int], *, orphans: bool = True) -> set[str]:
     """Names of rankcast's files in shared memory, less those whose owner is `allowed` or alive and not of this run.
 
-    A name starts with its owner's pid; one that does not is nobody's and always counts.
+    A name starts with its owner's pid; one that does not is nobody's. Those, and those of the dead, count as ``orphans``.
     """
     if not any(SHARED_MEMORY.glob("rankcast-*")):
         return set()
@@ -155,12 +159,13 @@ def _shared_memory_files(allowed: set[int]) -> set[str]:
     for path in SHARED_MEMORY.glob("rankcast-*"):
         match = re.match(r"rankcast-(\d+)\b", path.name)
         owner = int(match[1]) if match else None
-        if owner is None or (owner in ours and owner not in lasting) or _status(owner) is None:
+        lost = owner is None or _status(owner) is None
+        if orphans if lost else owner in ours and owner not in lasting:
             names.add(path.name)
     return names
 
 
-def _fail_on_leftovers(allowed_pids: set[int], allowed_files: set[str], when: str) -> None:
+def _fail_on_leftovers(allowed_pids: set[int], allowed_files: set[str], when: str, *, orphans: bool = True) -> None:
     left = _left_running(allowed_pids)
     if left:
         _wait_until_gone(left, time.monotonic() + GRACE_SECONDS)
@@ -170,13 +175,11 @@ def _fail_on_leftovers(allowed_pids: set[int], allowed_files: set[str], when: st
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     _wait_until_gone(left, time.monotonic() + GRACE_SECONDS)
-    files = sorted(_shared_memory_files(allowed_pids) - allowed_files)
-    if files and os.environ.get("PYTEST_XDIST_WORKER"):
-        # A file of a dead owner may be another test's, which runs beside this one and is not done with it.
-        deadline = time.monotonic() + GRACE_SECONDS
-        while files and time.monotonic() < deadline:
-            select.select([], [], [], 0.1)
-            files = sorted(_shared_memory_files(allowed_pids) - allowed_files)
+    files = sorted(_shared_memory_files(allowed_pids, orphans=orphans) - allowed_files)
+    deadline = time.monotonic() + (PATIENCE_SECONDS if DIVIDED in os.environ else 0.0)
+    while files and time.monotonic() < deadline:  # it may be another test's, which runs beside this one
+        select.select([], [], [], 0.2)
+        files = sorted(_shared_memory_files(allowed_pids, orphans=orphans) - allowed_files)
     for name in files:
         (SHARED_MEMORY / name).unlink(missing_ok=True)
     if described or files:
@@ -206,9 +209,11 @@ def _nothing_outlives_the_run() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(lasting_processes: set[int]) -> Iterator[None]:
+def _nothing_outlives_a_test(request: pytest.FixtureRequest, lasting_processes: set[int]) -> Iterator[None]:
+    # What the dead left says not whose it is: while others run beside this one it counts in the end.
+    orphans = DIVIDED not in os.environ or request.path.name in SWEEPERS
     # Fixtures of wider scope are up by now and those of this test are not: that order is what the check rests on.
     processes = _started_by_us()
-    files = _shared_memory_files(processes)
+    files = _shared_memory_files(processes, orphans=orphans)
     yield
-    _fail_on_leftovers(processes | lasting_processes, files, "by this test")
+    _fail_on_leftovers(processes | lasting_processes, files, "by this test", orphans=orphans)

@@ -16,7 +16,7 @@ import torch
 
 import oracle
 from checkpoints import as_torch, bits_of, write_checkpoint
-from direct.fsdp_ranks import checkpoint_of, started_trainer
+from direct.fsdp_ranks import FsdpTrainer, checkpoint_of
 from vllm_engine import inprocess
 from vllm_engine.conftest import Bench
 from vllm_engine.demo_expected import Expected
@@ -39,7 +39,7 @@ def test_every_step_of_an_fsdp2_trainer_reaches_vllm_without_a_gather_or_a_copy(
     started = {name: bits_of(tensor) for name, tensor in weights_of("moe", "a").items()}
     layout = oracle.Layout(tp=bench.layout.tp, expert_parallel=bench.layout.expert_parallel)
     expected = Expected(CONFIG, layout, started, bench.at_a.digests)
-    with started_trainer({**CONFIG, "dtype": "float32"}, tmp_path) as trainer:
+    with FsdpTrainer({**CONFIG, "dtype": "float32"}, tmp_path) as trainer:
         trainer.all("train", 0)
         trainer.all("connect", bench.server.url, "direct")
         local = trainer.all("local")

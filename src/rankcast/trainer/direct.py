@@ -62,12 +62,15 @@ class DirectExports:
         """Why not every trainer rank has shards that can be read where they lie; empty when they all have."""
         return next((f"trainer rank {rank}: {said.none}" for rank, said in enumerate(self._said) if said.none), "")
 
-    def refresh(self) -> None:
-        """Export anew what moved, copy what is packed, and tell the others. Collective."""
+    def refresh(self, addresses: tuple[int, ...] | None = None) -> None:
+        """Export anew what moved, copy what is packed, and tell the others. Collective.
+
+        ``addresses`` are the source's, where they were just asked for.
+        """
         if self._exported is None:
             mine = _Said(none=self._why_none)
         else:
-            moved = self._exported.renew() or self._fresh
+            moved = self._exported.renew(addresses) or self._fresh
             self._exported.refresh()
             mine = _Said(shards=self._exported.rows if moved else None)
         self._fresh = False

@@ -104,7 +104,7 @@ class Sync:
             watch = Watch(self._source, group.rank)
             placed, handles = exports.refresh()
             if direct is not None:
-                direct.refresh()
+                direct.refresh(watch.addresses)
             staging = exports.staging
             assert staging is not None, "refresh lays out"
         with clock.stage("prepare"):

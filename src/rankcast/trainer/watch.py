@@ -18,7 +18,8 @@ class Watch:
         self._source = source
         self._rank = rank
         # Tensors that were replaced since the last push are other tensors, and no change: look at who is there now.
-        source.addresses()
+        #: Where they lie, so that a push asks this of a whole model once.
+        self.addresses = source.addresses()
         self._before = source.versions()
 
     def check(self) -> None:

@@ -71,13 +71,14 @@ class ExportedShards:
         self.sharing = Sharing(0, 0, 0, {})
         self._export(shards)
 
-    def renew(self) -> bool:
+    def renew(self, addresses: tuple[int, ...] | None = None) -> bool:
         """Export anew what lies elsewhere than before; returns whether ``rows`` changed.
 
-        Costs next to nothing when nothing moved. Segments that did not move keep their handles. Raises as
-        ``export_shards`` does, and ``SourceError`` when the source has no shards any more.
+        ``addresses`` are the source's, where they were just asked for. Costs next to nothing when nothing moved.
+        Segments that did not move keep their handles. Raises as ``export_shards`` does, and ``SourceError`` when the
+        source has no shards any more.
         """
-        if self._source.addresses() == self._addresses:
+        if (self._source.addresses() if addresses is None else addresses) == self._addresses:
             return False
         shards = self._source.shards()
         if shards is None:
