@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 import rankcast
@@ -139,6 +141,19 @@ def test_a_worker_of_another_process_knows_the_trainers_memory_by_the_segment_th
         served.weight.data = trained.weight.data.view(-1).as_strided((512, 512), (512, 1), size)
         sync.push("3")
     assert torch.equal(served.weight, before["weight"])
+
+
+def test_of_a_checkpoint_no_file_is_opened_to_know_that_it_lies_in_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = nn.Linear(8, 8)
+    save_file({name: tensor + 1 for name, tensor in served.state_dict().items()}, tmp_path / "model.safetensors")
+    wanted = served.weight.detach() + 1
+    source = rankcast.SafetensorsSource(tmp_path)
+    monkeypatch.setattr(source, "shards", lambda: pytest.fail("its files are opened"))
+    with rankcast.connect(Receiver(served), source, mode="ranklocal", timeout=20) as sync:
+        sync.push("1")
+    assert torch.equal(served.weight, wanted)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=8)

@@ -14,7 +14,10 @@ from rankcast.transports.own_memory import Spans, spans_of
 
 
 class Lending:
-    """The spans of ``source``'s tensors as they lie when it is called; found again only when one of them moved."""
+    """The spans of ``source``'s tensors as they lie when it is called; found again only when one of them moved.
+
+    A source that cannot say where its memory is now (``addresses``) has files, or nothing that lasts: no spans.
+    """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -29,8 +32,9 @@ class Lending:
 
     def _found(self) -> Spans:
         addresses = self._source.addresses()
-        if self._spans is None or not addresses or addresses != self._addresses:
-            shards = self._source.shards() or ()
+        if self._spans is None or addresses != self._addresses:
+            # Asked only of memory: of files it would open them, for modes that do not need them open.
+            shards = (self._source.shards() or ()) if addresses else ()
             memory = ((shard.meta.name, shard.memory) for shard in shards)
             self._spans = spans_of((name, held) for name, held in memory if isinstance(held, torch.Tensor))
             self._addresses = addresses
