@@ -23,11 +23,23 @@ from rankcast.transports.shm import create_segment, kind_of, open_handle, sweep_
 from rankcast.wire.handles import FORMAT, Handle, ShmHandle
 
 KINDS = ("shm", "shm_name")
+# As in ``conftest``, by which every process that a test starts is known.
+MARK = "RANKCAST_TEST_RUN"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("rankcast-*")}
+    """Of this run, or of nobody who lives: other tests may run beside these."""
+    return {path.name for path in Path("/dev/shm").glob("rankcast-*") if not of_others(path.name)}
+
+
+def of_others(name: str) -> bool:
+    owner, mark = name.split("-")[1], f"{MARK}={os.environ[MARK]}".encode()
+    try:
+        started_with = Path(f"/proc/{owner}/environ").read_bytes()
+    except OSError:
+        return False
+    return owner != str(os.getpid()) and bool(started_with) and mark not in started_with.split(bytes(1))
 
 
 def mappings() -> int:
