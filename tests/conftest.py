@@ -149,7 +149,7 @@ def _wait_until_gone(pids: set[int], deadline: float) -> None:
 def _shared_memory_files(allowed: set[int], *, orphans: bool = True) -> set[str]:
     """Names of rankcast's files in shared memory, less those whose owner is `allowed` or alive and not of this run.
 
-    A name starts with its owner's pid; one that does not is nobody's. Those, and those of the dead, count as ``orphans``.
+    A name starts with its owner's pid; one that does not is nobody's: those, and those of the dead, are ``orphans``.
     """
     if not any(SHARED_MEMORY.glob("rankcast-*")):
         return set()
