@@ -25,16 +25,12 @@ class LineRanks:
 
     def __init__(self, command: Sequence[str], size: int, environment: Mapping[str, str]) -> None:
         self.size = size
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in range(size)
-        ]
+        environment = {**environment, "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [self._start([*command, str(rank), str(size)], environment) for rank in range(size)]
         self._unread = [b""] * size
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Any:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def ask(self, rank: int, call: str, *arguments: Any) -> None:
         """Let ``rank`` make ``call``; ``answer`` has what came of it."""

@@ -10,7 +10,8 @@ import pytest
 
 from checkpoints import scaled_weights, tiny_config, write_checkpoint
 from end_to_end.trainers import Trainers, trainers
-from fleets import RunningServer, started_server
+from fleets import RunningServer, environment, started_server
+from rankcast.engines.reference.nursery import Nursery
 
 CONFIG = tiny_config(num_hidden_layers=2)
 Start = Callable[..., Trainers]
@@ -38,12 +39,22 @@ def piped(checkpoint: Path, lasting_processes: set[int]) -> Iterator[RunningServ
         yield server
 
 
+@pytest.fixture(scope="session")
+def nursery(lasting_processes: set[int]) -> Iterator[Nursery]:
+    """Where trainer ranks are forked."""
+    made = Nursery(environment(), "end_to_end.forked_trainers")
+    lasting_processes.add(made.pid)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts trainer ranks that are stopped with the test."""
+def start(tmp_path: Path, nursery: Nursery) -> Iterator[Start]:
+    """Starts trainer ranks that are stopped with the test; one that is not ``forked`` is this process's own child."""
     made: list[Any] = []
 
-    def begin(size: int, config: dict[str, Any] = CONFIG, **options: Any) -> Trainers:
+    def begin(size: int, config: dict[str, Any] = CONFIG, *, forked: bool = True, **options: Any) -> Trainers:
+        options["nursery"] = nursery if forked and "within" not in options else None
         context = trainers(size, tmp_path / f"trainers{len(made)}", config, **options)
         made.append(context)
         return context.__enter__()

@@ -35,7 +35,7 @@ def assert_serves(url: str, weights: Any, version: str) -> None:
 
 def held(fleet: RunningServer, start: Start) -> Trainers:
     """A trainer that has stopped in the middle of its push of NEW, between prepare and install."""
-    trainer = start(1)
+    trainer = start(1, forked=False)  # only of a child of its own can a process wait for a stop
     trainer.one(0, "connect", [fleet.url], "module", ["scaled", 10], {})
     trainer.one(0, "arm", 1, 0, "stop")
     trainer.ask(0, "push", "new", ["scaled", 11])

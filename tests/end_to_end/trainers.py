@@ -9,20 +9,39 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fleets import environment
+from forked_ranks import Forked
 from line_ranks import ANSWER_SECONDS, LineRanks, claim_stdout, serve
+from rankcast.engines.reference.nursery import Nursery
 
 
 class Trainers(LineRanks):
-    """``size`` trainer ranks in one gloo process group, run by the command ``within``; close with ``stop``."""
+    """``size`` trainer ranks in one gloo process group; close with ``stop``.
 
-    def __init__(self, size: int, folder: Path, config: dict[str, Any], *, within: Sequence[str] = ()) -> None:
+    They are children of ``nursery``, or without one programs of their own, run by the command ``within``.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        nursery: Nursery | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         own = {"TRAINER_STORE": str(folder / "store"), "TRAINER_CONFIG": json.dumps(config)}
+        self._nursery = nursery
         super().__init__([*within, sys.executable, __file__], size, {**environment(), **own})
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Any:
+        if self._nursery is None:
+            return super()._start(command, environment)
+        return Forked(self._nursery, command[-2:], environment)
 
     def one(self, rank: int, call: str, *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """One rank makes ``call``; its answer."""
@@ -144,7 +163,8 @@ class _Rank:
         self.sync = None
 
 
-def _main(rank: int, size: int) -> None:
+def be_rank(rank: int, size: int) -> None:
+    """Be one rank; does not return."""
     import torch.distributed as dist
 
     from rankcast.errors import RankcastError
@@ -158,4 +178,4 @@ def _main(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]))
+    be_rank(int(sys.argv[1]), int(sys.argv[2]))

@@ -38,7 +38,7 @@ def parent(pid: int) -> int:
 def test_a_child_is_a_process_of_its_own_with_no_descriptor_of_its_siblings(nursery: Nursery) -> None:
     children = [born(nursery) for _ in range(3)]
     assert len({child.pid for child, _ in children}) == 3
-    assert {parent(child.pid) for child, _ in children} == {nursery._process.pid}
+    assert {parent(child.pid) for child, _ in children} == {nursery.pid}
     # Were the first's socket open in a sibling, the first would not hear that it was closed here.
     for child, connection in children:
         with pytest.raises(TimeoutError, match=f"process {child.pid} has not ended within 0 s"):
@@ -69,7 +69,7 @@ def test_the_signal_that_ended_a_child_is_told_also_when_another_one_ended_befor
 def test_without_their_nursery_children_live_on_and_end_with_their_connection() -> None:
     nursery = Nursery(_environment())
     child, connection = born(nursery)
-    os.kill(nursery._process.pid, signal.SIGKILL)
+    os.kill(nursery.pid, signal.SIGKILL)
     nursery._process.wait()
     with pytest.raises(TimeoutError):
         child.wait(0)
@@ -92,4 +92,4 @@ def test_a_nursery_leaves_no_process_and_no_descriptor_behind() -> None:
     nursery.close()
     nursery.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert wait_gone([child.pid, nursery._process.pid]) == []
+    assert wait_gone([child.pid, nursery.pid]) == []

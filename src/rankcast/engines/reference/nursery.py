@@ -1,5 +1,7 @@
 """Where workers are born: one process that has torch loaded, and forks a worker for every socket that it is given.
 
+The module that it loads says what a worker is: its ``main(descriptor)`` serves over the socket until that ends.
+
 Loading torch takes longer than all else that a worker does before it has its weights, and forked workers share what was
 loaded. It is a process of its own because only one that never started a thread can be forked without harm, and a server
 has threads. This module knows how a process is begun, ended and missed. It must not know what a worker does.
@@ -8,6 +10,7 @@ has threads. This module knows how a process is begun, ended and missed. It must
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import selectors
 import signal
@@ -16,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from rankcast.errors import NotServableError
@@ -63,18 +67,22 @@ class Child:
 
 
 class Nursery:
-    """The server's side; one thread uses it. It ends by itself when this side is closed, or its process is gone."""
+    """The server's side; one thread uses it. It ends by itself when this side is closed, or its process is gone.
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    ``pid`` is the nursery's own.
+    """
+
+    def __init__(self, environment: dict[str, str], module: str = "rankcast.engines.reference.worker") -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rankcast.engines.reference.nursery", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "rankcast.engines.reference.nursery", str(theirs.fileno()), module],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a command line prints on its standard output is for programs to read
             )
+        self.pid = self._process.pid
         self._codes: dict[int, int] = {}
 
     def spawn(self, connection: socket.socket) -> Child:
@@ -90,7 +98,7 @@ class Nursery:
             if what == _BORN:
                 return Child(self, pid, descriptors[0])
         raise NotServableError(
-            f"no worker could be started: the process that starts them (pid {self._process.pid}) said nothing more, "
+            f"no worker could be started: the process that starts them (pid {self.pid}) said nothing more, "
             "see its last words on standard error"
         )
 
@@ -129,8 +137,7 @@ def main() -> None:
     """Fork as told, and say who ended how, until nobody listens any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a worker
     control = socket.socket(fileno=int(sys.argv[1]))
-    import rankcast.engines.reference.worker  # noqa: F401  # what a child needs is loaded here, once
-
+    live = importlib.import_module(sys.argv[2]).main  # what a child needs is loaded here, once
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -150,7 +157,7 @@ def main() -> None:
                 selector.close()
                 for descriptor in (control.detach(), woken, waker):
                     os.close(descriptor)
-                _live(descriptors[0])
+                _live(live, descriptors[0])
             os.close(descriptors[0])
             born = os.pidfd_open(pid)
             socket.send_fds(control, [_NEWS.pack(_BORN, pid, 0)], [born])
@@ -160,12 +167,10 @@ def main() -> None:
             _reap(control)
 
 
-def _live(descriptor: int) -> NoReturn:
+def _live(live: Callable[[int], object], descriptor: int) -> NoReturn:
     """Be the worker that speaks over ``descriptor``; whatever happens, never go back to the nursery's loop."""
-    from rankcast.engines.reference import worker
-
     try:
-        worker.main(descriptor)
+        live(descriptor)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
