@@ -101,6 +101,8 @@ class DigestError(RankcastError):
 
     code = "digest"
     status = 422
+    #: Whether every trainer rank raises this one by itself, so that none needs to be told of it.
+    heard: bool = False
 
 
 class EngineError(RankcastError):

@@ -133,6 +133,24 @@ def test_a_worker_whose_report_did_not_get_through_is_asked_once_more(late: int,
             receiver.close()
 
 
+def test_what_the_first_asking_brought_is_told_also_when_the_second_one_fails() -> None:
+    class Gone(Busy):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            if self.asked:
+                raise rankcast.EngineError("gone")
+            super().init_weight_transfer_engine(init_info)
+
+    workers = [Worker(engine="a" * 32, rank=rank, workers=2) for rank in range(2)]
+    receivers = [rankcast.Receiver(Model(), worker=worker) for worker in workers]
+    try:
+        [status] = ask_status([("here", Gone(receivers, 1))], Codec())
+        assert [one.worker for one in status.workers] == workers[:1]
+        assert [fault.code for fault in status.faults] == ["engine"]
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
 class Hanging:
     """A client whose engine never answers."""
 

@@ -57,6 +57,41 @@ def test_a_channel_that_takes_the_connection_and_never_answers_is_given_up_withi
     reporter.close()
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 204 ", b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"])
+def test_an_answer_that_trickles_in_is_given_up_when_the_time_is_over(make_report: Make, answer: bytes) -> None:
+    reporter = Reporter(Codec(), seconds=1.0)
+    over = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(answer)
+            # For far longer than the bound: a reporter that waits for as long as bytes come would see the end of them.
+            for _ in range(200):
+                if over.wait(0.1):
+                    return
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle, args=(server,))
+        thread.start()
+        assert reporter.send(f"http://127.0.0.1:{server.getsockname()[1]}/report", make_report()) is False
+        assert reporter.last_fault.endswith("not within 1 s")
+        over.set()
+        thread.join()
+    assert reporter.unsent == 1
+    reporter.close()
+
+
+def test_a_connection_that_went_stale_is_made_anew_and_nothing_is_lost(
+    reporter: Reporter, make_report: Make, free_port: int
+) -> None:
+    for sequence in range(3):
+        with ReportChannel(Codec(), listen=f"127.0.0.1:{free_port}") as channel:
+            assert reporter.send(channel.url, make_report(sequence=sequence)) is True
+    assert (reporter.unsent, reporter.lost, reporter.last_fault) == (0, 0, "")
+
+
 def test_what_could_not_be_delivered_goes_first_and_in_order_when_the_channel_is_back(
     reporter: Reporter, make_report: Make, free_port: int
 ) -> None:

@@ -175,3 +175,35 @@ def test_boxes_that_become_others_are_planned_anew() -> None:
         assert moving.planned.call_count == 1
     finally:
         moving.close()
+
+
+def test_boxes_that_are_exchanged_between_ranks_over_the_same_memory_are_planned_anew() -> None:
+    rows, columns = SHAPES[EXPERT]
+    half = rows // 2
+    modules = [Named(laid_out("separate", SHAPES, torch.float32)) for _ in range(2)]
+    buffers = [torch.empty(half, columns) for _ in modules]
+    starts = [0, half]
+
+    def source(rank: int) -> DeclaredSource:
+        def all_of_it() -> Iterator[Declared]:
+            for name, parameter in modules[rank].named_parameters():
+                if name != EXPERT:
+                    yield Declared(name, tuple(parameter.shape), parameter)
+            yield Declared(EXPERT, (rows, columns), buffers[rank], ((starts[rank], starts[rank] + half), (0, columns)))
+
+        return DeclaredSource(all_of_it)
+
+    with Fleet(CONFIG, LAYOUT) as fleet:
+        trainer = Ranks(fleet.receivers, [source(0), source(1)], mode="direct", check="digest")
+        try:
+            for step in range(4):
+                weights = unique_weights(CONFIG, step)
+                for rank, module in enumerate(modules):
+                    for name, parameter in module.named_parameters():
+                        put(parameter, weights[name])
+                    put(buffers[rank], weights[EXPERT][starts[rank] : starts[rank] + half])
+                trainer.push(str(step))
+                assert fleet.differences(weights) == []
+                starts.reverse()
+        finally:
+            trainer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,7 +174,7 @@ def test_spans_meet_where_they_have_a_byte_in_common(one: list[tuple[int, int]],
 
 def test_what_is_lent_under_a_name_is_seen_until_its_lender_ends_that() -> None:
     first, second = Spans.of([("a", 0, 1)]), Spans.of([("b", 2, 3)])
-    ends = [lend("x", lambda: first), lend("x", lambda: second)]
+    ends = [lend("x", lambda: first), lend("x", lambda: second)]  # each of which keeps its lender
     assert lent("x") == [first, second]
     assert lent("y") == []
     ends[0]()
@@ -180,3 +182,15 @@ def test_what_is_lent_under_a_name_is_seen_until_its_lender_ends_that() -> None:
     assert lent("x") == [second]
     ends[1]()
     assert lent("x") == []
+
+
+def test_a_sync_that_nobody_has_any_more_keeps_no_model_alive() -> None:
+    served, trained = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+    receiver = rankcast.Receiver(served)
+    sync = rankcast.connect(receiver, trained)
+    sync.push("1")
+    weight = weakref.ref(trained)
+    del sync, trained
+    gc.collect()
+    assert weight() is None
+    receiver.close()

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import rankcast
-from checkpoints import tiny_config
+from checkpoints import bits_of, tiny_config
 from direct.origins import Named, laid_out, put
 from direct.ranks import Ranks, ranks
 from fleets_inprocess import Fleet, WatchedClient
@@ -245,6 +246,7 @@ def test_a_tensor_that_takes_other_ranks_to_be_whole_is_no_replica() -> None:
     weights = become(held, 1)
     for module in held[1:]:
         spoil(module, SMALL)
+    others = {**weights, SMALL: bits_of(held[1].get_parameter(SMALL).detach())}
 
     class Gathering(rankcast.WeightSource):
         """Says of every tensor that the other ranks have to help."""
@@ -262,6 +264,46 @@ def test_a_tensor_that_takes_other_ranks_to_be_whole_is_no_replica() -> None:
     with Fleet(CONFIG, LAYOUT) as fleet:
         with ranks(fleet.receivers, [Gathering(m) for m in held], check="digest") as trainer:
             trainer.push("1")
-        # One of them was sent, and nobody was asked whether they are equal.
-        assert len(fleet.differences(weights)) in (0, LAYOUT.workers)
+        # One of them was sent, and nobody was asked whether they are equal: rank 0's or the others', to all workers.
+        assert (fleet.differences(weights) == []) != (fleet.differences(others) == [])
         assert fleet.versions == {"1"}
+
+
+class Checking(ModuleSource):
+    """Looks at what it hands over, and finds it ``wrong``."""
+
+    wrong = False
+
+    def read(self) -> Iterator[rankcast.Weight]:
+        if self.wrong:
+            raise rankcast.DigestError("my own checksum says no")
+        yield from super().read()
+
+
+def test_a_digest_error_of_one_ranks_source_reaches_the_other_ranks_like_any_other_error() -> None:
+    held = modules(2)
+    checking = Checking(held[1])
+    with Fleet(CONFIG, LAYOUT) as fleet:
+        with ranks(fleet.receivers, [ModuleSource(held[0]), checking], mode="ranklocal") as trainer:
+            checking.wrong = True
+            other, own = refused_everywhere(trainer, "1")
+            assert "my own checksum says no" in str(own)
+            assert isinstance(other, rankcast.TrainerError)
+            assert "trainer rank 1" in str(other)
+            assert "my own checksum says no" in str(other)
+
+
+def test_after_a_rank_ended_before_it_heard_what_to_digest_the_next_push_is_a_first_try() -> None:
+    held = modules(2)
+    with Fleet(CONFIG, LAYOUT) as fleet:
+        with ranks(fleet.receivers, [ModuleSource(m) for m in held], mode="direct", check="digest") as trainer:
+            become(held, 1)
+            checking = trainer.syncs[1]._checking
+            assert checking is not None
+            with mock.patch.object(checking, "take_shards", side_effect=rankcast.SourceError("interrupted")):
+                for error in refused_everywhere(trainer, "1"):
+                    assert "interrupted" in str(error)
+            for step in (2, 3):
+                weights = become(held, step)
+                trainer.push(str(step))
+                assert fleet.differences(weights) == []

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from rankcast import InstallError, ManifestError
+import rankcast
+from rankcast import InstallError, ManifestError, Receiver
 from rankcast.manifest import Manifest, TensorMeta
 from rankcast.rollout.installer import LoaderInstaller
 from rankcast.rollout.padding import padding_of
@@ -101,3 +102,28 @@ def test_each_set_of_targets_is_bound_once_and_again_only_when_one_of_them_has_m
         assert model.second.tolist() == [3.0, 3.0, 3.0, 0.0]
         assert bound == [("first",), ("second",), ("second",)]
         program.drop()
+
+
+class Tied(torch.nn.Module):
+    """A parameter under two names, and a module in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(200, 100, bias=False)
+        self.head = torch.nn.Linear(200, 100, bias=False)
+        self.head.weight = self.embed.weight
+        block = torch.nn.Linear(100, 200)
+        self.blocks = torch.nn.ModuleList([block, block])
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "ranklocal", "direct"])
+def test_parameters_that_have_several_names_are_pushed_into_and_no_name_counts_as_new(mode: str) -> None:
+    trained, served = Tied(), Tied()
+    with rankcast.connect(Receiver(served), trained, mode=mode) as sync:
+        for step in range(2):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(step + 1)
+            sync.push(str(step))
+            for mine, theirs in zip(served.parameters(), trained.parameters(), strict=True):
+                assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ class Scaled(nn.Module):
         self.scale: Any = torch.full((2,), 7.0)
         self.by_name: dict[str, Any] = {"old": self.scale}
         self.in_order: list[Any] = [self.scale]
+        self.nested: dict[str, Any] = {"list": [self.scale], "counted": OrderedDict(old=1)}
         self.take = take
 
     def load_weights(self, weights: Weights) -> None:
@@ -53,6 +55,8 @@ KEPT: dict[str, tuple[str, Callable[[Scaled, Tensor], object]]] = {
     "memory of its own": ("scale", lambda model, tensor: setattr(model, "scale", torch.empty(2).copy_(tensor))),
     "in a dict": ("by_name", lambda model, tensor: model.by_name.update(new=tensor)),
     "in a list": ("in_order", lambda model, tensor: model.in_order.append(tensor)),
+    "in a list in a dict": ("nested", lambda model, tensor: model.nested["list"].append(tensor)),
+    "in a subclass of dict": ("nested", lambda model, tensor: model.nested["counted"].update(new=tensor)),
     "in a list in a tuple": ("scale", lambda model, tensor: setattr(model, "scale", (1, [tensor]))),
 }
 
@@ -68,6 +72,7 @@ def test_a_tensor_that_a_loader_keeps_in_a_module_is_refused_with_the_attributes
     for was, now in zip(before, attributes(model), strict=True):
         assert now == was
     assert (model.by_name, model.in_order) == ({"old": model.scale}, [model.scale])
+    assert model.nested == {"list": [model.scale], "counted": OrderedDict(old=1)}
 
 
 def test_a_tensor_that_is_copied_and_kept_as_well_is_refused() -> None:

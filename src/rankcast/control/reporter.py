@@ -10,12 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from urllib.parse import urlsplit
 
-import httpcore
 import msgspec
 
+from rankcast.control.kept_connection import BrokenConnectionError, KeptConnection
 from rankcast.control.said import said
 from rankcast.errors import LimitError
 from rankcast.wire.codec import Codec
@@ -27,16 +25,7 @@ SEND_SECONDS = 5.0
 KEPT_UNSENT = 64
 #: The longest report that a channel reads, in bytes. Which of 100,000 tensors a loader touches takes about 1 MB.
 REPORT_LIMIT = 16 * 2**20
-_PART = 65536
 _KEPT_TEXT = 1000
-_FAILURES = (
-    httpcore.TimeoutException,
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    httpcore.ConnectionNotAvailable,
-)
-
 _log = logging.getLogger(__name__)
 
 
@@ -54,10 +43,7 @@ class Reporter:
         self._seconds = seconds
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._sending = threading.Lock()
-        # Not httpx, whose client takes twice the processor time for each of the reports that make up a push; and no
-        # proxy of the environment, because a trainer and its engines are neighbours.
-        self._pool: httpcore.ConnectionPool | None = None
-        self._target: tuple[str, httpcore.URL, list[tuple[bytes, bytes]]] | None = None
+        self._connection: KeptConnection | None = None
 
     @property
     def unsent(self) -> int:
@@ -93,9 +79,9 @@ class Reporter:
         """Close the connection. Reports that still wait are given up."""
         with self._sending:
             self._waiting.clear()
-            if self._pool is not None:
-                self._pool.close()
-                self._pool = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
 
     def _send(self, url: str, data: bytes, deadline: float) -> bool:
         while (waiting := next((item for item in self._waiting if item[0] == url), None)) is not None:
@@ -117,38 +103,26 @@ class Reporter:
     def _post(self, url: str, data: bytes, deadline: float) -> bool | None:
         """Whether the channel took the report; ``None`` when it could not be reached."""
         for _ in range(2):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            try:
+                return self._judge(url, *self._connected(url).post(data, deadline))
+            except BrokenConnectionError as fault:
+                # A kept connection may have gone stale. A report may be sent twice: of two equal ones the last counts.
+                self.last_fault = f"{url}: the connection broke ({fault})"
+            except TimeoutError:
                 self.last_fault = f"{url}: not within {self._seconds:g} s"
                 return None
-            try:
-                return self._judge(url, *self._exchange(url, data, left, deadline))
-            except (httpcore.RemoteProtocolError, httpcore.ReadError, httpcore.WriteError) as fault:
-                # A kept connection may have gone stale. A report may be sent twice: of two equal ones the last counts.
-                self.last_fault = f"{url}: the connection broke ({str(fault) or type(fault).__name__})"
-            except (*_FAILURES, OSError, ValueError) as fault:
+            except (OSError, ValueError) as fault:
                 self.last_fault = f"{url}: {type(fault).__name__}: {fault}"
                 return None
         return None
 
-    def _exchange(self, url: str, data: bytes, left: float, deadline: float) -> tuple[int, bytes]:
-        if self._pool is None:
-            self._pool = httpcore.ConnectionPool(max_connections=2, keepalive_expiry=600.0)
-        if self._target is None or self._target[0] != url:
-            self._target = (url, *_target(url))
-        _, target, headers = self._target
-        # httpcore bounds each step by itself: the shares keep their sum within what is left.
-        timeout = {"connect": left * 0.2, "read": left * 0.7, "write": left * 0.1, "pool": left * 0.1}
-        length = (b"Content-Length", str(len(data)).encode())
-        with self._pool.stream(
-            "POST", target, headers=[*headers, length], content=_parts(data, deadline), extensions={"timeout": timeout}
-        ) as response:
-            reply = bytearray()
-            for part in response.iter_stream():
-                reply += part
-                if len(reply) > _PART or time.monotonic() > deadline:
-                    raise httpcore.ReadTimeout("the answer did not end")
-            return response.status, bytes(reply)
+    def _connected(self, url: str) -> KeptConnection:
+        if self._connection is None or self._connection.url != url:
+            fresh = KeptConnection(url)
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = fresh
+        return self._connection
 
     def _judge(self, url: str, status: int, reply: bytes) -> bool | None:
         if status // 100 == 2:
@@ -162,14 +136,6 @@ class Reporter:
         return False
 
 
-def _target(url: str) -> tuple[httpcore.URL, list[tuple[bytes, bytes]]]:
-    """``url`` as httpcore takes it, and the headers of every report to it; raises ``ValueError`` when it is none."""
-    split = urlsplit(url)
-    if split.scheme not in ("http", "https") or not split.hostname:
-        raise ValueError("it is no http URL")
-    return httpcore.URL(url), [(b"Host", split.netloc.encode("ascii")), (b"Content-Type", b"application/json")]
-
-
 def _shortened(report: Report, size: int) -> Report:
     """``report`` without what makes it long, and with the fault that it is."""
     fault = LimitError(
@@ -179,10 +145,3 @@ def _shortened(report: Report, size: int) -> Report:
     return msgspec.structs.replace(
         report, faults=(Fault.of(fault),), touched=None, wanted=None, unreachable=report.unreachable[:_KEPT_TEXT]
     )
-
-
-def _parts(data: bytes, deadline: float) -> Iterator[bytes]:
-    for start in range(0, len(data), _PART):
-        if time.monotonic() > deadline:
-            raise httpcore.WriteTimeout("the report was not taken in time")
-        yield data[start : start + _PART]

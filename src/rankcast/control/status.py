@@ -246,7 +246,12 @@ def _identify(client: WeightSyncClient, channel: ReportChannel, codec: Codec) ->
     found: dict[tuple[str, int], Report] = {}
     for _ in range(_TIMES):
         request = secrets.token_hex(8)
-        client.init_weight_transfer_engine(codec.seal(Identify(request=request, report=channel.url)))
+        try:
+            client.init_weight_transfer_engine(codec.seal(Identify(request=request, report=channel.url)))
+        except Exception:
+            if found:
+                break  # what the first asking brought says more than that the second one failed
+            raise
         # A worker reports before its call returns: all that will come has come.
         found.update(channel.take(request, "identify"))
         if channel.refused or (found and len(found) >= next(iter(found.values())).worker.workers):

@@ -7,6 +7,7 @@ has just written: it is refused in prepare, while nothing is written.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,8 +32,9 @@ class Apart:
         self._schedule: Schedule | None = None
         self._program: Program | None = None
         self._handles: tuple[Handle, ...] = ()
-        #: The parameters' addresses for which segments were looked at already.
+        #: The parameters' addresses, and what was lent, when nothing was found to be shared.
         self._looked: tuple[int, ...] | None = None
+        self._read_here: list[Spans] = []
 
     def reads(self, schedule: Schedule, program: Program | None, handles: tuple[Handle, ...]) -> None:
         """From now on sessions read this."""
@@ -43,9 +45,13 @@ class Apart:
         """Raise ``UnsupportedError`` when a parameter of ``written``, by name, shares memory with what is read.
 
         In one process by address: the trainer's tensors are looked up by name. Between processes by the shared memory
-        that both have mapped, which is looked at again only when a parameter or a segment is another one.
+        that both have mapped. Looked at again only when a parameter, a segment or what is lent is another one.
         """
-        for read in lent(self._connection):
+        addresses, read_here = tuple(map(address_of, written.values())), lent(self._connection)
+        same = addresses == self._looked and len(read_here) == len(self._read_here)
+        if same and all(map(operator.is_, read_here, self._read_here)):
+            return
+        for read in read_here:
             met = read.meeting(spans_of(written.items()))
             if met is not None:
                 tensor, parameter = met
@@ -54,10 +60,8 @@ class Apart:
                     f"update would write what it reads: {_CURE}",
                     tensor=tensor,
                 )
-        addresses = tuple(map(address_of, written.values()))
-        if addresses != self._looked:
-            self._check_segments(written)
-            self._looked = addresses
+        self._check_segments(written)
+        self._looked, self._read_here = addresses, read_here
 
     def _check_segments(self, written: Mapping[str, torch.Tensor]) -> None:
         files = {(h.device, h.inode): at for at, h in enumerate(self._handles) if isinstance(h, ShmHandle)}

@@ -64,15 +64,14 @@ class Segments:
         open cannot be swapped, and an owner that moves one names another handle. Every push asks this of hundreds.
         """
         owners: set[ProcessIdentity] = set()
-        last: ProcessIdentity | None = None
         for handle, segment in self._open.items():
-            owner = handle.owner
-            if isinstance(segment, OpenedSegment) and (owner is last or owner in owners):
+            if not isinstance(segment, OpenedSegment):
+                segment.verify()
+            elif handle.owner in owners:
                 segment.verify_size()
             else:
                 segment.verify()
-                owners.add(owner)
-            last = owner
+                owners.add(handle.owner)
 
     def verify_sizes(self) -> None:
         """Raise ``LocationError`` when a segment has shrunk since it was last verified, a moment ago."""

@@ -92,17 +92,31 @@ def persistent_buffers(model: torch.nn.Module) -> frozenset[str]:
     )
 
 
-def _collect(
-    module: torch.nn.Module, prefix: str, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]
-) -> None:
-    """All that is below ``module``, under every name: torch's own walk takes longer than some pushes."""
-    for held, found in ((module._parameters, parameters), (module._buffers, buffers)):
-        for name, tensor in held.items():
-            if tensor is not None:
-                found[prefix + name] = tensor
-    for name, child in module._modules.items():
-        if child is not None:
-            _collect(child, f"{prefix}{name}.", parameters, buffers)
+class _Live:
+    """The parameters and buffers of a model as they are now, as torch lists them: one that has several names, by the
+    first. torch's own walk takes longer than some pushes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._seen: set[int] = set()
+        self._collect(model, "")
+
+    def _collect(self, module: torch.nn.Module, prefix: str) -> None:
+        seen = self._seen
+        seen.add(id(module))
+        for held, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[prefix + name] = tensor
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                self._collect(child, f"{prefix}{name}.")
+
+    @property
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
 
 
 _Held = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
@@ -175,11 +189,11 @@ class LoaderInstaller:
         return {}
 
     def objects(self) -> int:
-        return hash(tuple(map(id, self._live()[1].values())))
+        return hash(tuple(map(id, _Live(self._model).all.values())))
 
     def check(self, targets: TracedTargets) -> None:
-        parameters, live = self._live()
-        targets.check(live, parameters.keys())
+        live = _Live(self._model)
+        targets.check(live.all, live.parameters.keys())
 
     def begin(self) -> None:
         """Nothing to set up: the loader writes into the parameters as they are."""
@@ -189,7 +203,7 @@ class LoaderInstaller:
             self._load_weights(iter(weights))
 
     def copy(self, program: CopyProgram) -> None:
-        _, live = self._live()
+        live = _Live(self._model).all
         program.run({name: tensor for name, tensor in live.items() if program.writes(name) or program.fills(name)})
 
     def finish(self) -> None:
@@ -197,13 +211,6 @@ class LoaderInstaller:
 
     def abandon(self) -> None:
         """Nothing is held."""
-
-    def _live(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The parameters, and all destinations, as they are now; under each of several names that one has."""
-        parameters: dict[str, torch.Tensor] = {}
-        buffers: dict[str, torch.Tensor] = {}
-        _collect(self._model, "", parameters, buffers)
-        return parameters, {**parameters, **buffers}
 
     def _destinations(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}

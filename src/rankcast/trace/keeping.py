@@ -24,6 +24,8 @@ _DEPTH = 3
 
 #: Storage -> the tensors of the manifest, by index, of which it has something.
 Alive = Mapping[int, tuple[int, ...]]
+#: A dict or a list, and a copy of what it had.
+_Content = tuple[Any, Any]
 
 
 class Keeping:
@@ -38,12 +40,12 @@ class Keeping:
     ) -> None:
         self._model = model
         self._may_ignore = may_ignore
-        self._before = [] if model is None else [(m, dict(vars(m)), _containers(m)) for m in model.modules()]
+        self._before = [] if model is None else [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
 
     def put_back(self, alive: Alive) -> dict[int, str]:
         """Undo what left one of the storages in ``alive`` in a module; which tensors were there, and in what."""
         held: dict[int, str] = {}
-        for module, before, containers in self._before if alive else ():
+        for module, before, contents in self._before if alive else ():
             now = vars(module)
             for name in [name for name in now if name not in _OF_TORCH]:
                 found = {index for key in _storages(now[name], _DEPTH) for index in alive.get(key, ())}
@@ -53,7 +55,9 @@ class Keeping:
                 del now[name]
                 if name in before:
                     now[name] = before[name]
-                    _refill(before[name], containers.get(name))
+                    for container, had in contents.get(name, ()):
+                        container.clear()
+                        (container.update if isinstance(container, dict) else container.extend)(had)
         return held
 
     def check(self, trace: Trace, held: Mapping[int, str], alive: Callable[[], Alive]) -> None:
@@ -88,20 +92,21 @@ def _tensors_of(alive: Alive) -> set[int]:
     return {index for sources in alive.values() for index in sources}
 
 
-def _containers(module: torch.nn.Module) -> dict[str, Any]:
-    """A copy of each dict and list among a module's attributes, by name."""
-    return {
-        name: value.copy()
-        for name, value in vars(module).items()
-        if (type(value) is dict or type(value) is list) and name not in _OF_TORCH
-    }
+def _contents(module: torch.nn.Module) -> dict[str, list[_Content]]:
+    """The dicts and lists in a module's attributes, by the attribute's name, and a copy of what each has."""
+    found = {name: list(_copied(value, _DEPTH)) for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {name: copies for name, copies in found.items() if copies}
 
 
-def _refill(value: Any, before: Any) -> None:
-    """Give a dict or a list what it had ``before``; anything else (``None``) has nothing to be put back."""
-    if before is not None:
-        value.clear()
-        (value.update if isinstance(value, dict) else value.extend)(before)
+def _copied(value: object, depth: int) -> Iterator[_Content]:
+    if not isinstance(value, (dict, list, tuple)) or not depth:
+        return
+    if isinstance(value, dict):
+        yield value, dict(value)
+    elif isinstance(value, list):
+        yield value, list(value)
+    for one in value.values() if isinstance(value, dict) else value:
+        yield from _copied(one, depth - 1)
 
 
 def _storages(value: object, depth: int) -> Iterator[int]:

@@ -64,9 +64,10 @@ class Checking:
 
         ``planning`` is there on rank 0 only. Raises ``DigestError``, on every rank, when replicas differ.
         """
-        asked = b""
-        if planning is not None and planning.plan is not self._planned:
-            asked = msgspec.msgpack.encode(self._cut(planning))
+        asked, plan = b"", None if planning is None else planning.plan
+        if plan is not None and plan is not self._planned:
+            self._planned = None  # until every rank has heard its boxes, and said so
+            asked = msgspec.msgpack.encode(self._cut(plan))
         said = self._group.broadcast(asked, "which boxes to digest")
         if said:
             self._boxes = msgspec.msgpack.decode(said, type=list[_Boxes])[self._group.rank]
@@ -75,6 +76,7 @@ class Checking:
         if replies:
             all_boxes = np.concatenate([np.frombuffer(reply, dtype=np.uint64) for reply in replies])
             self._programs = {who: all_boxes[rows] for who, rows in self._of_worker.items()}
+            self._planned = plan
             agree(self._group, self._differing_replicas(all_boxes))
         else:
             agree(self._group, ())
@@ -98,10 +100,8 @@ class Checking:
         ranks = pieces.shards.rank[start : start + len(digests)].tolist()
         return Differing(what, meta.name, dict(zip(ranks, digests.tolist(), strict=True)))
 
-    def _cut(self, planning: Planning) -> list[_Boxes]:
+    def _cut(self, plan: Plan) -> list[_Boxes]:
         """The distinct boxes of every rank, in the order in which ``_of_worker`` counts them."""
-        plan = planning.plan
-        assert plan is not None, "boxes are cut of a plan"
         assert self._fleet is not None, "boxes are cut on rank 0"
         parts: list[Ints] = []
         self._names, self._of_worker = {}, {}
@@ -119,7 +119,6 @@ class Checking:
         *of_workers, of_replicas = np.split(places.reshape(-1), ends[:-1])
         self._of_worker = dict(zip(workers, of_workers, strict=True))
         self._replicated = of_replicas, piece
-        self._planned = plan
         # Sorted by rank, which is the first column.
         by_rank = np.split(boxes, np.searchsorted(boxes[:, 0], np.arange(1, self._group.size)))
         return [_Boxes(boxes.shape[1], part.tobytes()) for part in by_rank]

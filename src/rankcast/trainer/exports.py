@@ -120,13 +120,13 @@ class Exports:
         self._pushes += 1
         self._version = version
 
-    def refresh(self) -> tuple[Placed, tuple[Handle, ...]]:
+    def refresh(self, addresses: tuple[int, ...] | None = None) -> tuple[Placed, tuple[Handle, ...]]:
         """Agree on which push this is and where everything lies now. Collective; cheap when nothing moved.
 
-        Returns the columns and all segments' handles. Raises ``TrainerError``, on every rank, when the ranks do not
-        make the same push.
+        ``addresses`` are the source's, where they were just asked for. Returns the columns and all segments' handles.
+        Raises ``TrainerError``, on every rank, when the ranks do not make the same push.
         """
-        live = self._where_live()
+        live = self._where_live(addresses)
         stands = self._exchange(live)
         lying = [frozenset(state.live) for state in self._states]
         # Laying out is collective: a rank that could not do it the last time has the others do it once more.
@@ -151,11 +151,11 @@ class Exports:
         if self.staging is not None:
             self.staging.unlink()
 
-    def _where_live(self) -> _State:
+    def _where_live(self, addresses: tuple[int, ...] | None) -> _State:
         """``_find_live``, or what it found before when the source says that nothing has moved since."""
         if not self._source.stable or self.kind != "shm" or not len(self.rest):
             return _State()
-        addresses = self._source.addresses()
+        addresses = self._source.addresses() if addresses is None else addresses
         if self._live is None or not addresses or addresses != self._live_at:
             # Only when it is found is it remembered: a source that raises is asked again.
             self._live = None

@@ -42,7 +42,9 @@ def agree(group: TrainerGroup, differing: Iterable[Differing]) -> None:
     said = group.broadcast(msgspec.msgpack.encode(_verdict(list(differing))), "whether replicas are equal")
     verdict = msgspec.msgpack.decode(said, type=_Verdict)
     if verdict.text:
-        raise DigestError(verdict.text, tensor=verdict.tensor)
+        refusal = DigestError(verdict.text, tensor=verdict.tensor)
+        refusal.heard = True
+        raise refusal
 
 
 def _verdict(differing: list[Differing]) -> _Verdict:

@@ -85,8 +85,7 @@ class Sync:
             if self._direct is not None:
                 self._direct.say_again()
             failure = self._conclude(weight_version, error)
-            if not isinstance(error, DigestError):
-                # That one is raised where all ranks have heard it, and by all of them.
+            if not (isinstance(error, DigestError) and error.heard):
                 self._group.fail(failure)
             if failure is error:
                 raise
@@ -102,7 +101,7 @@ class Sync:
                 leading.begin(version)
             exports.announce(version)
             watch = Watch(self._source, group.rank)
-            placed, handles = exports.refresh()
+            placed, handles = exports.refresh(watch.addresses)
             if direct is not None:
                 direct.refresh(watch.addresses)
             staging = exports.staging

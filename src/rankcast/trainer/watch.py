@@ -18,7 +18,7 @@ class Watch:
         self._source = source
         self._rank = rank
         # Tensors that were replaced since the last push are other tensors, and no change: look at who is there now.
-        #: Where they lie, so that a push asks this of a whole model once.
+        #: Where they lie, for those that ask at once after this.
         self.addresses = source.addresses()
         self._before = source.versions()
 

@@ -7,6 +7,7 @@ spans must not meet. Whoever finds nothing under a lender's name is in another p
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -66,23 +67,35 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 #: By the name under which memory is lent: what says where it is now, one for each lender.
-_lent: dict[str, list[Callable[[], Spans]]] = {}
+#: Weakly: who lends keeps the lender, and with it the tensors, for as long as it wants them to be seen.
+_lent: dict[str, list[weakref.ref[Callable[[], Spans]]]] = {}
 
 
 def lend(name: str, spans: Callable[[], Spans]) -> Callable[[], None]:
-    """Let whoever is in this process and knows ``name`` see ``spans()``; returns what ends that."""
-    _lent.setdefault(name, []).append(spans)
+    """Let whoever is in this process and knows ``name`` see ``spans()``; returns what ends that.
+
+    It ends too when nobody refers to what is returned, or to ``spans``, any more.
+    """
+    lender = weakref.ref(spans, lambda lender: _forget(name, lender))
+    _lent.setdefault(name, []).append(lender)
+    kept = [spans]  # by whoever keeps what is returned
 
     def end() -> None:
-        lenders = _lent.get(name, [])
-        if spans in lenders:
-            lenders.remove(spans)
-        if not lenders:
-            _lent.pop(name, None)
+        kept.clear()
+        _forget(name, lender)
 
     return end
 
 
+def _forget(name: str, lender: weakref.ref[Callable[[], Spans]]) -> None:
+    left = [one for one in _lent.get(name, ()) if one is not lender]
+    if left:
+        _lent[name] = left
+    else:
+        _lent.pop(name, None)
+
+
 def lent(name: str) -> list[Spans]:
     """What is lent in this process under ``name``, where it is now."""
-    return [spans() for spans in tuple(_lent.get(name, ()))]
+    lenders = [lender() for lender in tuple(_lent.get(name, ()))]
+    return [spans() for spans in lenders if spans is not None]

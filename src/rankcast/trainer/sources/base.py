@@ -126,7 +126,8 @@ class WeightSource(ABC):
         return
 
     def addresses(self) -> tuple[int, ...]:
-        """A cheap record of where the memory behind ``shards()`` lies now: equal records mean that none has moved.
+        """A cheap record of where the memory behind ``shards()`` lies now: equal records mean that none has moved, and
+        that each is the same box of the same tensor as before.
 
         Compare it only with a record of the same source of this process, and while the storages that were exported
         then are remembered (weakly is enough), because addresses are given out again.

@@ -88,7 +88,9 @@ class DeclaredSource(WeightSource):
 
     def addresses(self) -> tuple[int, ...]:
         declared = list(self._declare())
-        return (hash(tuple(one.name for one in declared)), *places_of([one.tensor for one in declared]))
+        # With the boxes: another box over the same memory is another shard.
+        boxes = hash(tuple(map(_boxed, declared)))
+        return (boxes, *places_of([one.tensor for one in declared]))
 
     def versions(self) -> tuple[int, ...]:
         return versions_of([one.tensor for one in self._declare()])
@@ -121,6 +123,12 @@ class DeclaredSource(WeightSource):
             if doubled is not None:
                 raise ManifestError(f"{meta}: {doubled} is declared twice", tensor=meta.name)
         return list(found.values())
+
+
+def _boxed(declared: Declared) -> tuple[object, ...]:
+    """What is declared of a view, besides the view."""
+    box = declared.box
+    return declared.name, tuple(declared.full_shape), None if box is None else tuple(map(tuple, box))
 
 
 def _shard(declared: Declared) -> Shard:
