@@ -320,6 +320,18 @@ def test_a_cache_reset_that_answers_nothing_worked_as_in_earlier_versions(engine
     assert client.reset_prefix_cache() is True
 
 
+@pytest.mark.parametrize("call", ["resume", "pause", "start_weight_update", "finish_weight_update"])
+def test_a_page_that_somebody_on_the_way_answers_with_is_no_engines_answer(
+    engine: Any, client: HttpClient, call: str
+) -> None:
+    async def page(request: Request) -> Response:
+        return Response("<html>log in</html>", media_type="text/html")
+
+    engine.answers[f"/{call}"] = page
+    with pytest.raises(EngineError, match=r"something else than a JSON object .*<html>log in.*does a proxy answer"):
+        getattr(client, call)()
+
+
 @pytest.mark.parametrize("payload", [{"a": object()}, {"a": "\ud800"}, {("a",): {1, 2}, "f": print}])
 def test_a_payload_that_json_cannot_carry_is_refused_before_anything_is_sent(
     engine: Any, client: HttpClient, payload: Any

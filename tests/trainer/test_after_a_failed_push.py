@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import rankcast
-from rankcast import PushError, Receiver, UnsupportedError, Worker
+from direct.ranks import ranks
+from rankcast import PushError, Receiver, StateError, TrainerError, UnsupportedError, Worker
 from rankcast.control.inprocess import InProcessClient
 from rankcast.process import this_process
 from rankcast.rollout.installer import LoaderInstaller
@@ -130,7 +131,10 @@ def test_a_tensor_that_cannot_go_the_way_that_was_agreed_is_refused_by_every_pus
         sync.push("1")
         trained.e1.data = torch.from_numpy(np.full(SHAPE, 7, dtype=np.float32))
         for version in "23":
-            with pytest.raises(PushError, match=r"e1 .* cannot go the way that was agreed at connect: connect again"):
+            lent = (
+                r"e1 .* cannot go the way that was agreed at connect .*lent by or to another library.*: connect again"
+            )
+            with pytest.raises(PushError, match=lent):
                 sync.push(version)
         assert float(served.e1.detach().mean()) == 1.0
     with rankcast.connect(Receiver(served), trained, mode="auto", timeout=20) as sync:
@@ -181,3 +185,56 @@ def test_a_direct_connection_refuses_by_the_same_error_whichever_push_is_the_fir
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=r"e0 .* cannot go by route"):
             rankcast.connect(Receiver(experts()), lent, mode="direct", timeout=20)
+
+
+def test_a_rank_that_missed_a_push_makes_the_next_one_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("direct.ranks.SECONDS", 2.0)
+    served = nn.Linear(30, 20)
+    sources = [nn.Linear(30, 20) for _ in range(2)]
+    sources[1].load_state_dict(sources[0].state_dict())
+    with ranks(Receiver(served), sources, mode="ranklocal") as trainer:
+        trainer.push("1")
+        with pytest.raises(TrainerError, match="no progress from trainer rank 1"):
+            trainer.syncs[0].push("2")
+        for version in ("3", "4"):
+            with torch.no_grad():
+                for source in sources:
+                    source.weight.add_(1)
+            trainer.push(version)
+            assert torch.equal(served.weight, sources[0].weight)
+
+
+@pytest.mark.parametrize("wrong", [5, "", "\ud800"])
+@pytest.mark.parametrize("who", [{0}, {1}, {0, 1}])
+def test_after_a_rank_gave_no_proper_version_the_next_push_is_made(who: set[int], wrong: object) -> None:
+    served = nn.Linear(30, 20)
+    sources = [nn.Linear(30, 20) for _ in range(2)]
+    sources[1].load_state_dict(sources[0].state_dict())
+    with ranks(Receiver(served), sources, mode="ranklocal") as trainer:
+
+        def push(rank: int) -> type[BaseException]:
+            with pytest.raises((StateError, PushError, TrainerError)) as refusal:
+                trainer.syncs[rank].push(wrong if rank in who else "1")  # type: ignore[arg-type]
+            return refusal.type
+
+        assert {rank for rank, kind in enumerate(trainer.all(push)) if kind is StateError} == who
+        trainer.push("2")
+        assert torch.equal(served.weight, sources[0].weight)
+
+
+def test_a_push_within_a_push_is_refused_and_the_first_one_goes_on() -> None:
+    served, source = nn.Linear(30, 20), nn.Linear(30, 20)
+    refused: list[str] = []
+
+    def watch(progress: Any) -> None:
+        try:
+            sync.push("inner")
+        except StateError as error:
+            refused.append(error.message)
+
+    receiver = Receiver(served)
+    with rankcast.connect(receiver, source, progress=watch) as sync:
+        sync.push("outer")
+    assert receiver.weight_version == "outer"
+    assert refused
+    assert set(refused) == {"push within a push of the same sync, from another thread or its progress callback"}

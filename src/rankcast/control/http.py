@@ -159,7 +159,11 @@ class HttpClient:
             content = None if body is None else msgspec.json.encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as fault:
             raise PayloadError(f"what {route} of {self.url} should be sent is not JSON: {fault}") from None
-        return self._call("POST", route, content=content, query=query)
+        reply = self._call("POST", route, content=content, query=query)
+        # Somebody on the way may answer in an engine's place, and well: a page to log in at is no engine's answer.
+        if reply:
+            self._object(route, reply)
+        return reply
 
     def _call(
         self, method: str, route: str, *, content: bytes | None = None, query: dict[str, str] | None = None
@@ -223,7 +227,11 @@ class HttpClient:
         try:
             value = msgspec.json.decode(reply, type=dict[str, Any])
         except (msgspec.DecodeError, ValueError, RecursionError) as fault:
-            raise self._error(route, f"answered with something else than a JSON object ({fault})") from None
+            raise self._error(
+                route,
+                f"answered with something else than a JSON object ({fault}): {said(reply)}. Is this an engine, or does "
+                "a proxy answer in its place?",
+            ) from None
         return value
 
     def _field(self, route: str, reply: dict[str, Any], name: str, kind: type[V]) -> V:

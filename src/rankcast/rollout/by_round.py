@@ -36,18 +36,16 @@ def part_of(trace: Trace) -> Part:
     return Part(trace.manifest.names, _copies(trace), _fills(trace))
 
 
-def check_rounds(
-    whole: Trace, trace: Callable[[Manifest], Trace], scheduled: Manifest, rounds: Sequence[int], *, again: bool
-) -> None:
+def check_rounds(whole: Trace, trace: Callable[[Manifest], Trace], scheduled: Manifest, rounds: Sequence[int]) -> None:
     """Raise ``ManifestError``, naming a tensor, unless every round of ``scheduled`` does its part of ``whole``.
 
-    ``rounds`` has the round of each tensor of ``scheduled``, and ``trace`` runs the loader as it is now. ``again`` says
-    that a round of everything is traced too, because the loader may do something else since ``whole`` was taken.
+    ``rounds`` has the round of each tensor of ``scheduled``, and ``trace`` runs the loader as it is now. A round of
+    everything is traced too: a loader may do something else the second time.
     """
 
     def alone(turn: int) -> Part:
         part = scheduled.take(i for i, at in enumerate(rounds) if at == turn)
-        done = part_of(whole if part.names == whole.manifest.names and not again else trace(part))
+        done = part_of(trace(part))
         _check_clearing(whole, done, turn)
         return done
 

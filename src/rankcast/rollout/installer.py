@@ -14,6 +14,7 @@ import torch
 from rankcast.errors import ManifestError
 from rankcast.manifest import Manifest, listed
 from rankcast.rollout.program import CopyProgram
+from rankcast.rollout.promised import Promised
 from rankcast.rollout.traced_targets import TracedTargets
 from rankcast.trace.fingerprint import Fingerprint, class_name
 from rankcast.trace.keeping import Keeping
@@ -160,14 +161,17 @@ class LoaderInstaller:
         self._model = model
         self._load_weights = load_weights or getattr(model, "load_weights", None) or self._load_by_name
         self._may_ignore = may_ignore
+        self._promised = Promised()
 
     def trace(self, manifest: Manifest) -> Trace:
         held = [(m, dict(m._parameters), dict(m._buffers)) for m in self._model.modules()]
         try:
             keeping = Keeping(self._model, self.may_ignore)
-            return trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint(), keeping)
+            taken = trace_loader(self._load_weights, self._destinations(), manifest, self.fingerprint(), keeping)
         finally:
             _put_back(held)
+        self._promised.take(taken)
+        return taken
 
     def fingerprint(self) -> Fingerprint:
         own = getattr(self._model, "trace_fingerprint", None)
@@ -200,7 +204,7 @@ class LoaderInstaller:
 
     def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with torch.no_grad():
-            self._load_weights(iter(weights))
+            self._promised.run(self._load_weights, weights, _Live(self._model).all)
 
     def copy(self, program: CopyProgram) -> None:
         live = _Live(self._model).all

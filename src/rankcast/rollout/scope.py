@@ -34,7 +34,6 @@ class Scope:
         """
         self.manifest = manifest
         self.trace: Trace = installer.trace(manifest)
-        self._objects = installer.objects()
         self._proved: tuple[Manifest, Sequence[int], int] | None = None
         self._casts = {cast.name: cast for cast in self.trace.casts()}
         if not casts:
@@ -132,7 +131,7 @@ class Scope:
         objects = self._installer.objects()
         if self._proved == (scheduled, rounds, objects):
             return
-        check_rounds(self.trace, self._installer.trace, scheduled, rounds, again=objects != self._objects)
+        check_rounds(self.trace, self._installer.trace, scheduled, rounds)
         self._proved = (scheduled, rounds, objects)
 
     def diff(self, later: Scope) -> list[str]:

@@ -114,7 +114,7 @@ def connect(
     closing = contextlib.ExitStack()
     closing.callback(ranks.close)
     try:
-        ranks.begin()
+        ranks.begin("connect")
         found = as_source(source)
         if found is not source:
             # One that was passed in may serve other syncs, and is its owner's to close.
@@ -194,7 +194,7 @@ def connect(
 
 
 def _check_options(
-    mode: str, transport: str, bucket_bytes: object, check: str, on_failure: str, pause: str | None, timeout: float
+    mode: str, transport: str, bucket_bytes: object, check: str, on_failure: str, pause: str | None, timeout: object
 ) -> None:
     if mode not in MODES:
         raise UnsupportedError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -212,8 +212,8 @@ def _check_options(
         raise LimitError(
             f"bucket_bytes is {bucket_bytes!r}; it must be a positive number of bytes, such as 512 * 2**20"
         )
-    if not timeout > 0:
-        raise LimitError(f"timeout is {timeout}; it must be a positive number of seconds")
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise LimitError(f"timeout is {timeout!r}; it must be a positive number of seconds")
     if transport == "file" and mode not in ROUTED:
         raise UnsupportedError(f"transport='file', but mode={mode!r} stages tensors in memory: use mode='auto'")
 

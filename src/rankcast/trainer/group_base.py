@@ -24,10 +24,12 @@ class TrainerGroup(ABC):
     size: int
 
     @abstractmethod
-    def begin(self) -> None:
+    def begin(self, what: str = "") -> None:
         """Begin a new epoch, in which what went wrong in earlier ones no longer counts: one for each connect or push.
 
-        Waits until every rank begins. Raises ``TrainerError`` when one has died, or does not come.
+        ``what`` is called the same on every rank. A rank that missed one which has failed since, because it was called
+        otherwise there, goes on to the next; one that is late to it hears how it failed. Waits until every rank begins.
+        Raises ``TrainerError`` when one has died, or does not come.
         """
 
     @abstractmethod
@@ -68,7 +70,7 @@ class SingleGroup(TrainerGroup):
     rank = 0
     size = 1
 
-    def begin(self) -> None:
+    def begin(self, what: str = "") -> None:
         return
 
     def gather(self, data: bytes, what: str) -> list[bytes]:

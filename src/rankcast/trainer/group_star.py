@@ -51,6 +51,9 @@ class StarGroup(TrainerGroup):
         self._begun: dict[int, int] = {}  # rank -> the epoch that it is done with
         self._go = 0
         self._failures: dict[int, str] = {}
+        #: What rank 0 calls the epoch that it is in, and, elsewhere, what it called those that have failed.
+        self._what = ""
+        self._failed: dict[int, str] = {}
         self._died: str | None = None
         self._left: dict[int, str] = {}
         self._heard = dict.fromkeys(links, 0.0)
@@ -66,11 +69,14 @@ class StarGroup(TrainerGroup):
 
     # -- the calls ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, what: str = "") -> None:
         with self._changed:
             if self.rank == 0:
                 self._epoch += 1
                 self._failures.clear()
+                self._what = what
+            else:
+                self._pass_over(what)
             self._raise_failed(begins=True)
         if self.rank == 0:
             self._wait(lambda peer: peer in self._begun, "begin")
@@ -83,6 +89,7 @@ class StarGroup(TrainerGroup):
             with self._changed:
                 self._epoch = self._go
                 self._failures = {epoch: text for epoch, text in self._failures.items() if epoch >= self._epoch}
+                self._failed = {epoch: what for epoch, what in self._failed.items() if epoch >= self._epoch}
 
     def gather(self, data: bytes, what: str) -> list[bytes]:
         return self._call("gather", what, data, lambda _: None)
@@ -211,6 +218,13 @@ class StarGroup(TrainerGroup):
             if provably_dead(self._peers[peer].process):
                 self._lose(peer, f"{self._peers[peer].label} died")
 
+    def _pass_over(self, what: str) -> None:
+        """Leave behind what failed without this rank, if it was something else than ``what``."""
+        for epoch in sorted(self._failures):
+            if epoch > self._epoch and self._failed.get(epoch, what) != what:
+                del self._failures[epoch], self._failed[epoch]
+                self._epoch = epoch
+
     # -- failures ----------------------------------------------------------------------------------------
 
     def _raise(self, text: str) -> NoReturn:
@@ -241,7 +255,7 @@ class StarGroup(TrainerGroup):
                 return
             self._failures[epoch] = text
             self._changed.notify_all()
-        self._tell(Frame(epoch, "fail", text), but=origin)
+        self._tell(Frame(epoch, "fail", text, travelling(self._what).encode()), but=origin)
 
     def _lose(self, peer: int, text: str) -> None:
         """Note for good that ``peer`` died, unless it left in order before; rank 0 tells the others."""
@@ -295,6 +309,8 @@ class StarGroup(TrainerGroup):
             self._changed.notify_all()
         match frame.kind:
             case "fail":
+                if self.rank and frame.data:
+                    self._failed[frame.epoch] = frame.data.decode()
                 self._fail(frame.what, epoch=frame.epoch, origin=peer)
             case "lost":
                 self._lose(peer, frame.what)

@@ -163,7 +163,10 @@ class Planning:
         ways = self._choose(self._direct)
         if set(ways.direct) != set(self.ways.direct):
             odd = sorted(set(ways.direct) ^ set(self.ways.direct))
-            raise UnsupportedError(f"{listed(odd)} cannot go the way that was agreed at connect: connect again")
+            reasons = {**self.ways.reasons, **ways.reasons}
+            why = "; ".join(dict.fromkeys(reasons[name] for name in odd if name in reasons))
+            text = f"{listed(odd)} cannot go the way that was agreed at connect"
+            raise UnsupportedError(f"{text}{f' ({why})' if why else ''}: connect again", tensor=odd[0])
         self._replan(self._direct)
 
     def shares(self, rest: Manifest, placed: Placed, staged: tuple[Handle, ...]) -> Mapping[tuple[str, int], Share]:

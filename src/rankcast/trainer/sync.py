@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +57,7 @@ class Sync:
         self._progress = progress
         self._closing = closing
         self._closed = False
+        self._pushing = threading.Lock()
 
     def push(self, weight_version: str) -> PushReport:
         """Bring the source's weights into every worker of every engine, and publish them as ``weight_version``.
@@ -71,10 +73,19 @@ class Sync:
         """
         if self._closed:
             raise StateError("push on a closed sync: connect again")
-        self._group.begin()
+        if not self._pushing.acquire(blocking=False):
+            raise StateError("push within a push of the same sync, from another thread or its progress callback")
+        try:
+            return self._begin(weight_version)
+        finally:
+            self._pushing.release()
+
+    def _begin(self, weight_version: str) -> PushReport:
+        self._group.begin(f"push of {weight_version!r}")
         try:
             _check_version(weight_version)
         except StateError as error:
+            self._exports.announce(str(weight_version))  # the other ranks count this push as well
             self._group.fail(error)
             raise
         clock = StageClock()
@@ -233,5 +244,9 @@ def _check_version(version: object) -> None:
             f"weight_version is {version!r}, of type {type(version).__name__}; it must be a str: name the weights, "
             f"for example push({str(version)!r})"
         )
+    try:
+        version.encode()
+    except UnicodeEncodeError:
+        raise StateError(f"weight_version {version!r} has no UTF-8 form: name the weights otherwise") from None
     if not version:
         raise StateError("weight_version is an empty string: name the weights")
