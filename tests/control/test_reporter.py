@@ -83,15 +83,6 @@ def test_an_answer_that_trickles_in_is_given_up_when_the_time_is_over(make_repor
     reporter.close()
 
 
-def test_a_connection_that_went_stale_is_made_anew_and_nothing_is_lost(
-    reporter: Reporter, make_report: Make, free_port: int
-) -> None:
-    for sequence in range(3):
-        with ReportChannel(Codec(), listen=f"127.0.0.1:{free_port}") as channel:
-            assert reporter.send(channel.url, make_report(sequence=sequence)) is True
-    assert (reporter.unsent, reporter.lost, reporter.last_fault) == (0, 0, "")
-
-
 def test_what_could_not_be_delivered_goes_first_and_in_order_when_the_channel_is_back(
     reporter: Reporter, make_report: Make, free_port: int
 ) -> None:

@@ -124,7 +124,7 @@ class HttpClient:
     def weight_checker(self, action: str = "checksum", baseline: dict[str, str] | None = None) -> dict[str, Any]:
         """Checksums of the engine's weights, or a comparison with ``baseline``."""
         body = {"action": action} if baseline is None else {"action": action, "baseline": baseline}
-        return self._object("/weight_checker", self._post("/weight_checker", body))
+        return self._asked("/weight_checker", body)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """The number of workers behind this engine, over its data-parallel replicas unless told otherwise."""
@@ -134,9 +134,9 @@ class HttpClient:
     def reset_prefix_cache(self) -> bool:
         """Throw cached prefixes away; False when the engine says that it could not, as while requests are running."""
         reply = self._post("/reset_prefix_cache")
-        if not reply:  # earlier versions of vLLM answer with an empty body, and only when it worked
+        if reply is None:  # earlier versions of vLLM answer with an empty body, and only when it worked
             return True
-        return self._field("/reset_prefix_cache", self._object("/reset_prefix_cache", reply), "success", bool)
+        return self._field("/reset_prefix_cache", reply, "success", bool)
 
     # -- the embedded server's own -----------------------------------------------------------------------------------
 
@@ -147,23 +147,28 @@ class HttpClient:
     def generate(self, token_ids: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
         """Decode up to ``max_tokens`` tokens after ``token_ids``; the reply has ids, log-probs and weight versions."""
         body = {"token_ids": token_ids, "max_tokens": max_tokens, **options}
-        return self._object("/generate", self._post("/generate", body))
+        return self._asked("/generate", body)
 
     # ----------------------------------------------------------------------------------------------------------------
 
     def _get(self, route: str, query: dict[str, str] | None = None) -> dict[str, Any]:
         return self._object(route, self._call("GET", route, query=query))
 
-    def _post(self, route: str, body: object = None, *, query: dict[str, str] | None = None) -> bytes:
+    def _asked(self, route: str, body: object) -> dict[str, Any]:
+        reply = self._post(route, body)
+        if reply is None:
+            raise self._error(route, "answered with nothing")
+        return reply
+
+    def _post(self, route: str, body: object = None, *, query: dict[str, str] | None = None) -> dict[str, Any] | None:
+        """The answer; ``None`` when it has no body."""
         try:
             content = None if body is None else msgspec.json.encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as fault:
             raise PayloadError(f"what {route} of {self.url} should be sent is not JSON: {fault}") from None
         reply = self._call("POST", route, content=content, query=query)
         # Somebody on the way may answer in an engine's place, and well: a page to log in at is no engine's answer.
-        if reply:
-            self._object(route, reply)
-        return reply
+        return self._object(route, reply) if reply else None
 
     def _call(
         self, method: str, route: str, *, content: bytes | None = None, query: dict[str, str] | None = None
