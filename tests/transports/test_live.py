@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from rankcast.transports.shm import create_segment
 from rankcast.wire.handles import Handle
 
 
-def find(tensor: torch.Tensor) -> object:
+def find(tensor: torch.Tensor) -> Any:
     return SharedMemoryMap().find(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
@@ -56,6 +57,19 @@ def test_many_tensors_are_found_with_one_map_each_in_its_own_file() -> None:
     for tensor, one in zip(tensors, found, strict=True):
         raw = os.pread(one.descriptor, tensor.numel() * 4, one.offset)
         assert raw == tensor.numpy().tobytes()
+
+
+def test_a_reader_in_the_same_process_who_may_close_it_at_any_time_is_not_taken_for_the_owner() -> None:
+    low = os.open(os.devnull, os.O_RDONLY)
+    try:
+        with create_segment(mmap.PAGESIZE) as made:
+            assert low < made.handle.descriptor
+            reader = os.open(f"/proc/self/fd/{made.handle.descriptor}", os.O_RDONLY)
+            os.dup2(reader, low)  # of two descriptors the kernel lists the lower first
+            os.close(reader)
+            assert find(made.memory).descriptor == made.handle.descriptor
+    finally:
+        os.close(low)
 
 
 def test_private_memory_is_not_found() -> None:

@@ -7,6 +7,7 @@ This module knows ``/proc/self/maps`` and ``/proc/self/fd``. It must not know wh
 from __future__ import annotations
 
 import bisect
+import fcntl
 import functools
 import os
 from typing import NamedTuple
@@ -50,6 +51,8 @@ class SharedMemoryMap:
         """Where the ``nbytes`` bytes at ``address`` lie, or ``None`` when not all of them lie in one shared file.
 
         Also ``None`` when the file has no open descriptor in this process, because then no other process can open it.
+        A descriptor that only reads does not count: it is of a reader here, a worker in its trainer's process, who
+        closes it when it likes, while who shared the memory keeps one to write.
         """
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0 or nbytes < 1:
@@ -84,9 +87,16 @@ class SharedMemoryMap:
             except OSError:
                 continue  # the descriptor of the listing itself
             key = (status.st_dev, status.st_ino)
-            if key in wanted:
-                found.setdefault(key, (int(name), status.st_size))
+            if key in wanted and key not in found and _writable(int(name)):
+                found[key] = int(name), status.st_size
         return found
+
+
+def _writable(descriptor: int) -> bool:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    except OSError:
+        return False  # closed meanwhile by another thread
 
 
 def handle_for(found: SharedBytes) -> ShmHandle:
