@@ -63,6 +63,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and name != "kv_cache":
                 yield f"{prefix}.{name} (derived)", value
+    # By every name of a module, as its parameters: which layers are packed depends on the machine.
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if "cpu_linear" in vars(module):
             yield f"{prefix}.weight (packed)", _unpacked(module)
 
