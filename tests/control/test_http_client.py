@@ -359,7 +359,9 @@ def test_a_path_before_the_routes_is_kept(engine: Any) -> None:
     assert engine.received[0][1] == "/fleet/a/resume"
 
 
-@pytest.mark.parametrize("url", ["", "host:8000", "ftp://host", "http://", "http://host:port", "http://h/?a=1", "[::"])
+@pytest.mark.parametrize(
+    "url", ["", "host:8000", "ftp://host", "http://", "http://host:port", "http://h:65536", "http://h/?a=1", "[::"]
+)
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(EngineError, match=r"is no engine's URL"):
         HttpClient(url)

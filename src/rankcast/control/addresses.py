@@ -33,7 +33,8 @@ def engine_url(text: str) -> httpx.URL:
         url = httpx.URL(text.strip().rstrip("/"))
     except (httpx.InvalidURL, ValueError) as fault:
         raise EngineError(f"{text!r} is no engine's URL ({fault}): give http://HOST:PORT") from None
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+    aimed = url.host and (url.port or 0) <= 65535
+    if url.scheme not in ("http", "https") or not aimed or url.query or url.fragment:
         raise EngineError(f"{text!r} is no engine's URL: give http://HOST:PORT")
     return url
 

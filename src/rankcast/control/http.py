@@ -1,7 +1,8 @@
 """The HTTP client of one engine: vLLM's routes for weight updates, and what the embedded server adds.
 
-This module knows routes, bodies and how an engine's refusals become errors. It must not know what a payload means or in
-which order a push makes its calls. Nothing is ever sent twice: a call that failed half-way may have been acted on.
+This module knows routes, bodies and how an engine's refusals become errors. It must not know what a payload means, in
+which order a push makes its calls, or which way they go. Nothing is ever sent twice: a call that failed half-way may
+have been acted on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
-from rankcast.control.addresses import engine_url, is_loopback, shown_url
+from rankcast.control.addresses import engine_url, shown_url
 from rankcast.control.client import Payload
+from rankcast.control.egress import exchange_with
+from rankcast.control.exchange import (
+    BrokenConnectionError,
+    Call,
+    ClosedError,
+    LongAnswerError,
+    SlowAnswerError,
+    SlowConnectionError,
+    UnreachableError,
+)
+from rankcast.control.request_headers import standing_headers
 from rankcast.control.said import said
 from rankcast.errors import EngineError, PayloadError
 from rankcast.wire.codec import MAC_HEADER
@@ -25,8 +37,8 @@ from rankcast.wire.codec import MAC_HEADER
 REPLY_LIMIT = 64 * 2**20
 #: How long a connection may take to be made, in seconds; an engine that is up accepts at once.
 CONNECT_SECONDS = 5.0
-# Servers close an idle connection after 5 s (uvicorn, and so vLLM): let go of it first, or a call may meet the closing.
-_KEPT_SECONDS = 4.0
+_JSON = (b"Content-Type", b"application/json")
+_MAC = MAC_HEADER.encode()
 
 V = TypeVar("V")
 
@@ -34,9 +46,9 @@ V = TypeVar("V")
 class HttpClient:
     """A ``WeightSyncClient`` over HTTP, with every optional call, on one kept connection per concurrent caller.
 
-    ``timeout`` is how many seconds an engine may take to answer a call. ``headers`` go with every request. ``sign``
-    makes the MAC of a route and a body (``Codec.sign``), which then goes with every POST as ``X-Rankcast-Mac``: the
-    embedded server asks for it where it has a secret, other engines pass over it. Proxies of
+    ``timeout`` is how many seconds a call may take in all, its answer included. ``headers`` go with every request.
+    ``sign`` makes the MAC of a route and a body (``Codec.sign``), which then goes with every POST as
+    ``X-Rankcast-Mac``: the embedded server asks for it where it has a secret, other engines pass over it. Proxies of
     the environment are used for engines elsewhere, never for loopback. Every failure is an ``EngineError`` that names
     the URL, the call, and what the engine said; after one, the next call connects anew. A payload that JSON cannot
     carry is a ``PayloadError``. ``requests`` and ``request_bytes`` count what was sent, bodies only. Thread-safe.
@@ -57,16 +69,11 @@ class HttpClient:
         self.requests = 0
         self.request_bytes = 0
         self._counting = threading.Lock()
-        self._base = base
+        self._prefix = base.raw_path.partition(b"?")[0].decode("ascii").rstrip("/")
         self._sign = sign
-        self._client = httpx.Client(
-            headers=dict(headers or {}),
-            # Building a trust store takes longer than a call on loopback, and plain http has no use for one.
-            verify=tls_verify and base.scheme == "https",
-            trust_env=not is_loopback(base.host),
-            timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
-            limits=httpx.Limits(keepalive_expiry=_KEPT_SECONDS),
-        )
+        self._headers = standing_headers(base, headers or {})
+        # Who sends must not know the password that a URL may carry: it is among the headers.
+        self._exchange = exchange_with(base.copy_with(userinfo=b""), tls_verify=tls_verify)
 
     def __repr__(self) -> str:
         return f"HttpClient({self.url!r})"
@@ -81,7 +88,7 @@ class HttpClient:
 
     def close(self) -> None:
         """Close the connections; a call in flight fails."""
-        self._client.close()
+        self._exchange.close()
 
     # -- the four calls of a weight update ---------------------------------------------------------------------------
 
@@ -173,60 +180,52 @@ class HttpClient:
     def _call(
         self, method: str, route: str, *, content: bytes | None = None, query: dict[str, str] | None = None
     ) -> bytes:
-        headers = {} if content is None else {"Content-Type": "application/json"}
+        asked = f"{route}?{urlencode(query)}" if query else route
+        headers = [*self._headers]
+        if content is not None:
+            headers.append(_JSON)
         if self._sign is not None and method == "POST":
             # As the engine sees it: what a proxy on the way puts before the route is not signed.
-            asked = f"{route}?{httpx.QueryParams(query)}" if query else route
-            headers[MAC_HEADER] = self._sign(asked, content or b"")
-        request = self._client.build_request(
-            method,
-            self._base.copy_with(path=self._base.path.rstrip("/") + route),
-            content=content,
-            params=query,
-            headers=headers,
-        )
+            headers.append((_MAC, self._sign(asked, content or b"").encode()))
         with self._counting:
             self.requests += 1
             self.request_bytes += len(content or b"")
         began = time.monotonic()
+        call = Call(
+            method=method,
+            target=self._prefix + asked,
+            headers=headers,
+            body=content or b"" if method == "POST" else None,
+            connect_by=began + min(CONNECT_SECONDS, self.timeout),
+            deadline=began + self.timeout,
+            limit=REPLY_LIMIT,
+        )
         try:
-            response = self._client.send(request, stream=True)
-            try:
-                reply = self._read(response, route, began)
-            finally:
-                response.close()
-        except httpx.ConnectTimeout as fault:
+            answer = self._exchange.send(call)
+        except SlowConnectionError as fault:
             raise self._error(route, f"no connection within {min(CONNECT_SECONDS, self.timeout):g} s") from fault
-        except httpx.TimeoutException as fault:
+        except SlowAnswerError as fault:
             waited = time.monotonic() - began
             raise self._error(
                 route, f"no answer within {waited:.1f} s (timeout={self.timeout:g}); whether it was done is not known"
             ) from fault
-        except httpx.ConnectError as fault:
+        except UnreachableError as fault:
             raise self._error(
                 route, f"cannot be reached ({fault}): is the engine up, and is this its address?"
             ) from fault
-        except (httpx.HTTPError, httpx.InvalidURL) as fault:
-            what = str(fault) or type(fault).__name__
-            raise self._error(route, f"the connection broke ({what}); whether it was done is not known") from fault
-        except RuntimeError as fault:  # httpx's answer when the client was closed
+        except BrokenConnectionError as fault:
+            raise self._error(route, f"the connection broke ({fault}); whether it was done is not known") from fault
+        except LongAnswerError:
+            raise self._error(route, f"answered with more than {REPLY_LIMIT:,} bytes") from None
+        except ClosedError as fault:
             raise self._error(route, f"this client is closed ({fault})") from fault
-        if response.status_code // 100 != 2:
-            raise self._error(route, f"answered {response.status_code}: {said(reply)}{_cure(route, response)}")
-        return reply
-
-    def _read(self, response: httpx.Response, route: str, began: float) -> bytes:
-        # httpx bounds each wait for bytes; one that gets a byte now and then must end as well.
-        parts: list[bytes] = []
-        size = 0
-        for part in response.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > REPLY_LIMIT:
-                raise self._error(route, f"answered with more than {REPLY_LIMIT:,} bytes")
-            if time.monotonic() - began > self.timeout:
-                raise httpx.ReadTimeout("the reply did not end", request=response.request)
-        return b"".join(parts)
+        if answer.encoding.lower() not in ("", "identity"):
+            raise self._error(
+                route, f"answered {answer.status} in the encoding {answer.encoding!r}, which it was not asked for"
+            )
+        if answer.status // 100 != 2:
+            raise self._error(route, f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}")
+        return answer.body
 
     def _object(self, route: str, reply: bytes) -> dict[str, Any]:
         try:
@@ -253,8 +252,8 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _cure(route: str, response: httpx.Response) -> str:
-    if response.status_code != 404:
+def _cure(route: str, status: int) -> str:
+    if status != 404:
         return ""
     if route in ("/abort_weight_update", "/generate"):
         return " (only rankcast's embedded server has this route)"

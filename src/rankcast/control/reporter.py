@@ -1,7 +1,8 @@
 """The worker's end of the report channel: posts what a call found, and never holds a worker up for long.
 
 This module knows how a report is sent and what becomes of one that cannot be. It must not know what a report says. It
-never raises: a worker that cannot report still answers in step with its peers.
+never raises: a worker that cannot report still answers in step with its peers. No proxy of the environment is asked: a
+trainer and its engines are neighbours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from collections import deque
 
 import msgspec
 
-from rankcast.control.kept_connection import BrokenConnectionError, KeptConnection
+from rankcast.control.exchange import (
+    Answer,
+    BrokenConnectionError,
+    Call,
+    LongAnswerError,
+    NoAnswerError,
+    SlowAnswerError,
+    SlowConnectionError,
+)
+from rankcast.control.kept_connection import KeptConnection
 from rankcast.control.said import said
 from rankcast.errors import LimitError
 from rankcast.wire.codec import Codec
@@ -25,6 +35,8 @@ SEND_SECONDS = 5.0
 KEPT_UNSENT = 64
 #: The longest report that a channel reads, in bytes. Which of 100,000 tensors a loader touches takes about 1 MB.
 REPORT_LIMIT = 16 * 2**20
+#: The longest answer of a channel that is read, in bytes.
+ANSWER_LIMIT = 65536
 _KEPT_TEXT = 1000
 _log = logging.getLogger(__name__)
 
@@ -104,14 +116,14 @@ class Reporter:
         """Whether the channel took the report; ``None`` when it could not be reached."""
         for _ in range(2):
             try:
-                return self._judge(url, *self._connected(url).post(data, deadline))
+                return self._judge(url, _posted(self._connected(url), data, deadline))
             except BrokenConnectionError as fault:
                 # A kept connection may have gone stale. A report may be sent twice: of two equal ones the last counts.
                 self.last_fault = f"{url}: the connection broke ({fault})"
-            except TimeoutError:
+            except (SlowConnectionError, SlowAnswerError):
                 self.last_fault = f"{url}: not within {self._seconds:g} s"
                 return None
-            except (OSError, ValueError) as fault:
+            except (NoAnswerError, LongAnswerError, ValueError) as fault:
                 self.last_fault = f"{url}: {type(fault).__name__}: {fault}"
                 return None
         return None
@@ -124,16 +136,22 @@ class Reporter:
             self._connection = fresh
         return self._connection
 
-    def _judge(self, url: str, status: int, reply: bytes) -> bool | None:
+    def _judge(self, url: str, answer: Answer) -> bool | None:
+        status = answer.status
         if status // 100 == 2:
             self.last_fault = ""
             return True
-        self.last_fault = f"{url} answered {status}: {said(reply)}"
+        self.last_fault = f"{url} answered {status}: {said(answer.body)}"
         _log.warning("a report was refused: %s", self.last_fault)
         if status >= 500 or status in (404, 408):
             return None  # not this report's fault, or not the channel that was meant: it may be taken later
         self.lost += 1
         return False
+
+
+def _posted(connection: KeptConnection, data: bytes, deadline: float) -> Answer:
+    headers = ((b"Host", connection.authority.encode("ascii")), (b"Content-Type", b"application/json"))
+    return connection.send(Call("POST", connection.target, headers, data, deadline, deadline, ANSWER_LIMIT))
 
 
 def _shortened(report: Report, size: int) -> Report:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import msgspec
 
 from rankcast.control.addresses import facing
 from rankcast.control.client import WeightSyncClient, capability
+from rankcast.control.exchange import NoAnswerError
 from rankcast.control.http import HttpClient
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import EngineError, RankcastError
@@ -285,7 +285,7 @@ def _row(report: Report) -> WorkerStatus:
 
 def _is_silence(error: Exception) -> bool:
     """Whether nobody answered, as against somebody who refused."""
-    return isinstance(error, OSError) or isinstance(error.__cause__, httpx.HTTPError)
+    return isinstance(error, OSError) or isinstance(error.__cause__, NoAnswerError)
 
 
 def _silent(where: str, timeout: float) -> EngineStatus:
