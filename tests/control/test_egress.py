@@ -110,6 +110,21 @@ def test_an_answer_that_does_not_come_is_given_up_at_the_timeout(reach: Reach, f
             client.resume()
 
 
+@pytest.mark.timeout(60)
+def test_a_body_that_trickles_in_is_given_up_at_the_timeout(reach: Reach) -> None:
+    ended: list[bool] = []
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.say(CHUNKED)
+        ended.append(peer.trickle(b"1\r\n \r\n"))
+
+    with RawServer(script) as server, HttpClient(reach(server), timeout=0.3) as client:
+        with pytest.raises(EngineError, match=r"no answer within .* \(timeout=0.3\)"):
+            client.resume()
+    assert ended == [False]
+
+
 def test_nobody_there_cannot_be_reached(reach: Reach, free_port: int) -> None:
     with RawServer(serving) as server:
         server.url = f"http://127.0.0.1:{free_port}"

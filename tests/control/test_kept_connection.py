@@ -254,6 +254,20 @@ def test_a_name_with_several_addresses_is_tried_at_each_of_them(
             connection.send(call(connection))
 
 
+def test_an_address_where_nobody_answers_leaves_time_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(serving) as (server, connection), contextlib.ExitStack() as opened:
+        # Whoever connects when as many as are let wait do so already is not answered at all.
+        full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        ports = (full.getsockname()[1], server.port)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in ports]
+        monkeypatch.setattr(kept_connection.socket, "getaddrinfo", lambda *asked, **how: found)
+        assert connection.send(call(connection, connect_by=time.monotonic() + 2.0)).status == 200
+
+
 def test_a_connection_that_is_not_made_in_time_is_told_from_a_slow_answer() -> None:
     with RawServer(lambda peer: peer.over.wait(LONG)) as silent:
         with contextlib.closing(KeptConnection(silent.url.replace("http:", "https:"))) as connection:

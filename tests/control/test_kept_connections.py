@@ -99,11 +99,11 @@ def test_connections_that_fewer_calls_at_once_leave_over_are_let_go_of_while_the
 
     with RawServer(script) as server, contextlib.closing(KeptConnections(server.url)) as pool:
         at_once(pool, 3)
-        for _ in range(3):
-            clock.now += 3.0
+        for _ in range(6):
+            clock.now += 1.0
             ask(pool)
         assert len(server.peers) == 3
-        assert len(server.asked) == 6
+        assert len(server.asked) == 9
         assert ended.acquire(timeout=LONG)
         assert ended.acquire(timeout=LONG)
         assert not ended.acquire(blocking=False)
