@@ -10,8 +10,10 @@ import pytest
 
 from control.raw_server import CERTIFICATE, Peer, RawServer, answer, serving
 from rankcast.control import http
-from rankcast.control.egress import proxy_for
+from rankcast.control.egress import exchange_with, proxy_for
 from rankcast.control.http import HttpClient
+from rankcast.control.kept_connections import KeptConnections
+from rankcast.control.proxied import ProxiedCalls
 from rankcast.errors import EngineError
 
 LONG = 60.0
@@ -274,6 +276,9 @@ def encrypted(peer: Peer) -> None:
     serving(peer)
 
 
+UNTRUSTED = r"certificate is not trusted \(.*CERTIFICATE_VERIFY_FAILED.*tls_verify=False"
+
+
 @pytest.fixture
 def https_engine() -> Iterator[RawServer]:
     with RawServer(encrypted) as server:
@@ -283,7 +288,7 @@ def https_engine() -> Iterator[RawServer]:
 
 def test_a_certificate_that_nobody_vouches_for_is_refused_unless_it_is_not_asked_for(https_engine: RawServer) -> None:
     with HttpClient(https_engine.url) as client:
-        with pytest.raises(EngineError, match=r"cannot be reached \(.*CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(EngineError, match=UNTRUSTED):
             client.resume()
     assert https_engine.asked == []
     with HttpClient(https_engine.url, tls_verify=False) as client:
@@ -309,18 +314,33 @@ def test_an_https_engine_behind_a_proxy_is_asked_through_a_tunnel(monkeypatch: p
             b"POST /resume",
         ]
         with HttpClient("https://engine.invalid") as client:
-            with pytest.raises(EngineError, match=r"cannot be reached \(.*CERTIFICATE_VERIFY_FAILED"):
+            with pytest.raises(EngineError, match=UNTRUSTED):
                 client.resume()
 
 
 def test_both_ways_trust_the_certificates_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    # For an engine elsewhere, which the tunnel is the way to: to loopback, nothing of the environment counts.
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     with RawServer(tunnel) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         with HttpClient("https://engine.invalid") as client:
             with pytest.raises(EngineError, match="Hostname mismatch"):
                 client.resume()
+
+
+def test_a_certificate_of_this_machine_that_the_environment_names_is_trusted_on_loopback(
+    https_engine: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    with HttpClient(https_engine.url.replace("127.0.0.1", "localhost")) as client:
+        client.resume()
+    assert len(https_engine.asked) == 1
+
+
+def test_the_address_that_servers_print_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for host in ("0.0.0.0", "[::]", "[::ffff:127.0.0.1]"):
+        assert isinstance(exchange_with(httpx.URL(f"http://{host}:8000"), tls_verify=True), KeptConnections)
+    assert isinstance(exchange_with(httpx.URL("http://192.0.2.1:8000"), tls_verify=True), ProxiedCalls)
 
 
 def test_a_handshake_that_does_not_end_is_no_connection_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

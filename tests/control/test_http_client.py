@@ -62,7 +62,7 @@ def answering(status: int, value: object) -> Any:
         ("pause", ("wait", False), "POST", "pause", {"mode": "wait", "clear_cache": "false"}, None),
         ("resume", (), "POST", "resume", {}, None),
         ("abort", (), "POST", "abort_weight_update", {}, {}),
-        ("reset_prefix_cache", (), "POST", "reset_prefix_cache", {}, None),
+        ("reset_prefix_cache", (), "POST", "reset_prefix_cache", {"reset_running_requests": "true"}, None),
         ("weight_checker", (), "POST", "weight_checker", {}, {"action": "checksum"}),
         ("weight_checker", ("compare", {}), "POST", "weight_checker", {}, {"action": "compare", "baseline": {}}),
         ("is_paused", (), "GET", "is_paused", {}, None),
@@ -357,6 +357,13 @@ def test_a_path_before_the_routes_is_kept(engine: Any) -> None:
     with HttpClient(f"{engine.url}/fleet/a/") as client:
         client.resume()
     assert engine.received[0][1] == "/fleet/a/resume"
+
+
+@pytest.mark.parametrize("url", ["http://me:hush@h:99999", "http://me:hush@h:port", "ftp://me:hush@h", "me:hush@h:80"])
+def test_what_is_no_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(EngineError, match=r"is no engine's URL") as caught:
+        HttpClient(url)
+    assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from checkpoints import as_torch, scaled_weights
+from end_to_end.seen import wait_until
 from fleets_inprocess import Trained
 from oracle import unique_weights
 from rankcast import IterableSource, ModuleSource, Weight, WeightSource
@@ -120,8 +122,14 @@ class Faulty(WeightSource):
 
 
 def misfortune(do: str) -> None:
-    """``kill`` or ``stop`` this process at once, or ``raise``; or be ``slow``."""
+    """``kill`` or ``stop`` this process at once, or ``raise``; or be ``slow``.
+
+    ``slow PATH`` makes a file first, and ``raise PATH`` waits until it is there.
+    """
+    do, _, path = do.partition(" ")
     if do == "slow":
+        if path:
+            Path(path).touch()
         time.sleep(SLOW_SECONDS)
         return
     if do == "stop":
@@ -129,4 +137,6 @@ def misfortune(do: str) -> None:
         return
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if path:
+        wait_until(Path(path).exists)
     raise RuntimeError("the source broke as it was told to")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,11 +56,12 @@ def states(url: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_during_an_install_of_14_seconds_is_heard_of_and_the_next_push_is_exact(
-    fleet: RunningServer, ranks: Trainers
+    fleet: RunningServer, ranks: Trainers, tmp_path: Path
 ) -> None:
     turn, tensor = ranks.one(1, "overlapped")
-    ranks.one(0, "arm_call", "before", "install", "slow", turn - 1)
-    ranks.one(1, "arm", 1, tensor, "raise")
+    begun = tmp_path / "begun"
+    ranks.one(0, "arm_call", "before", "install", f"slow {begun}", turn - 1)
+    ranks.one(1, "arm", 1, tensor, f"raise {begun}")
     for rank in range(2):
         ranks.ask(rank, "push", "new", ["scaled", 11])
     assert "the source broke as it was told to" in ranks.answer(1)["text"]

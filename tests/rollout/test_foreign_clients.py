@@ -10,6 +10,7 @@ import torch
 from by_hand import ByHand, codes
 from rankcast import AuthenticationError, RankcastError, Receiver, StateError, UnsupportedError
 from rankcast.control.report_channel import ReportChannel
+from rankcast.errors import LeaseError
 from rankcast.process import ProcessIdentity, this_process
 from rankcast.wire.bodies import Owner
 from rankcast.wire.codec import Codec
@@ -98,6 +99,14 @@ def test_a_bare_entry_in_a_living_session_raises_and_is_reported(place: Place) -
     last = place.channel.latest(place.receiver.worker.engine, 0)
     assert last is not None
     assert [fault.code for fault in last.faults] == ["state"]
+
+
+def test_an_abort_by_somebody_else_in_a_living_session_raises_and_ends_nothing(place: Place) -> None:
+    place.claim()
+    place.receiver.start_weight_update()
+    with pytest.raises(LeaseError):
+        place.receiver.abort_weight_update()
+    assert place.receiver.state == "started"
 
 
 def test_a_fault_whose_report_arrived_does_not_raise_and_one_whose_report_did_not_does(

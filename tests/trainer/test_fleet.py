@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from end_to_end.seen import wait_until
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import TrainerError
 from rankcast.trainer import fleet as asking
@@ -163,3 +164,21 @@ def test_an_engine_that_makes_no_progress_is_given_up_and_named(slow: Slow) -> N
     fleet = fleet_of(slow, timeout=0.2)
     assert each(fleet, "finish") == ["engine 0 did not answer finish within 0.2 s"]
     assert each(fleet, "abort") == ["engine 0 has still not answered finish, so that abort could not be sent"]
+
+
+def test_a_call_that_waits_for_its_turn_when_the_session_is_ended_is_never_sent(slow: Slow) -> None:
+    other = Other()
+    fleet = fleet_of(slow, other=other)
+    first = in_background(lambda: each(fleet, "prepare"))
+    assert slow.entered.wait(30)
+    said: list[str] = []
+    second = in_background(lambda: said.extend(each(fleet, "install")))
+    wait_until(lambda: any(thread.name.startswith("rankcast install") for thread in threading.enumerate()))
+    with fleet.ending():
+        slow.go.set()
+        first.join(30)
+        second.join(30)
+    assert slow.calls == ["prepare"]
+    assert said == ["install was not sent to engine 0: its session was ended before"]
+    assert each(fleet, "start") == []
+    assert slow.calls == ["prepare", "start"]

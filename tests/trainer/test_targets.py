@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import rankcast
-from rankcast import Receiver, UnsupportedError, Worker
+from rankcast import Receiver, UnsupportedError, Worker, cli
 from rankcast.topology import new_engine_id
 
 ENGINE = new_engine_id()
@@ -77,3 +78,20 @@ def test_all_receivers_of_two_engines_are_taken_in_any_order() -> None:
     with rankcast.connect(targets, trained, timeout=20) as sync:
         assert len(sync.push("1").workers) == 3
     assert all(torch.equal(model.weight, trained.weight) for model in served)
+
+
+def test_no_password_of_a_url_is_in_what_is_said_of_its_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://me:hush@127.0.0.1:9"
+    with pytest.raises(rankcast.PushError, match=r"http://127\.0\.0\.1:9") as refusal:
+        rankcast.connect(url, nn.Linear(3, 2), timeout=20)
+    assert "hush" not in str(refusal.value)
+    assert "named twice" in str(refused([url, url + "/"]))
+    assert "hush" not in str(refused([url, url + "/"]))
+    for given in ([url], [url, "--json"]):
+        monkeypatch.setattr(sys, "argv", ["rankcast", "status", *given])
+        assert cli.main() != 0
+    said = capsys.readouterr()
+    assert "hush" not in said.out + said.err
+    assert "http://127.0.0.1:9" in said.out

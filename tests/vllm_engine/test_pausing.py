@@ -88,6 +88,20 @@ def test_a_server_that_the_user_paused_stays_paused(bench: Bench) -> None:
     assert bench.server.probe() == bench.at_b.said
 
 
+def test_a_user_s_pause_that_kept_the_caches_is_no_reason_to_fail(bench: Bench) -> None:
+    # What is in flight holds its blocks through such a pause, and vLLM drops none of them unless it is told to.
+    with long_request(bench.server) as answer:
+        assert bench.server.post("/pause", mode="keep", clear_cache="false").status_code == 200
+        held = not answer.done()
+        push(bench, bench.b)
+        assert bench.server.get("/is_paused") == {"is_paused": True}
+        assert bench.server.post("/resume").status_code == 200
+        assert len(answer.result(timeout=120)[0]) == LONG
+    assert held, "nothing was in flight"
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.probe() == bench.at_b.said
+
+
 def test_a_push_that_must_not_pause_is_refused_unless_the_user_has(bench: Bench) -> None:
     with rankcast.connect(bench.server.url, bench.b, pause=None, timeout=60) as sync:
         with pytest.raises(rankcast.PushError, match="not paused"):

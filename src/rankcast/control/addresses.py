@@ -7,6 +7,7 @@ know who listens or calls.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 
@@ -22,9 +23,17 @@ def is_loopback(host: str) -> bool:
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def is_here(host: str) -> bool:
+    """Whether whoever calls ``host`` reaches this machine and no other: loopback, or the address that servers print
+    when they listen on every one."""
+    return is_loopback(host) or is_wildcard(host.strip("[]"))
 
 
 def engine_url(text: str) -> httpx.URL:
@@ -32,11 +41,16 @@ def engine_url(text: str) -> httpx.URL:
     try:
         url = httpx.URL(text.strip().rstrip("/"))
     except (httpx.InvalidURL, ValueError) as fault:
-        raise EngineError(f"{text!r} is no engine's URL ({fault}): give http://HOST:PORT") from None
+        raise EngineError(f"{_without_user(text)!r} is no engine's URL ({fault}): give http://HOST:PORT") from None
     aimed = url.host and (url.port or 0) <= 65535
     if url.scheme not in ("http", "https") or not aimed or url.query or url.fragment:
-        raise EngineError(f"{text!r} is no engine's URL: give http://HOST:PORT")
+        raise EngineError(f"{_without_user(text)!r} is no engine's URL: give http://HOST:PORT")
     return url
+
+
+def _without_user(text: str) -> str:
+    """What somebody gave for a URL, without what may be a password in it."""
+    return re.sub(r"^[^/]*//\S*@|^\S*@", "...@", text.strip())
 
 
 def shown_url(url: httpx.URL) -> str:
@@ -116,7 +130,7 @@ def facing(urls: Sequence[str]) -> str | None:
     found: dict[str, str] = {}
     for text in urls:
         url = engine_url(text)
-        if not is_loopback(url.host):
+        if not is_here(url.host):
             found.setdefault(_source_address(url), shown_url(url))
     if len(found) > 1:
         ways = ", ".join(f"{address} for {url}" for address, url in found.items())

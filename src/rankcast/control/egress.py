@@ -9,7 +9,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from rankcast.control.addresses import is_loopback
+from rankcast.control.addresses import is_here
 from rankcast.control.exchange import Exchange
 from rankcast.control.kept_connections import KeptConnections
 from rankcast.control.proxied import ProxiedCalls
@@ -24,10 +24,10 @@ def exchange_with(url: httpx.URL, *, tls_verify: bool) -> Exchange:
     Without ``tls_verify``, whoever answers is taken for the engine. Raises ``EngineError`` when the environment names a
     proxy that cannot be used.
     """
-    alone = is_loopback(url.host)
+    alone = is_here(url.host)
     # Building a trust store takes longer than a call on loopback, and plain http has no use for one. It is httpx's,
     # whichever way is gone: whether an engine is trusted must not hang on whether there is a proxy.
-    trust = httpx.create_ssl_context(verify=tls_verify, trust_env=not alone) if url.scheme == "https" else None
+    trust = httpx.create_ssl_context(verify=tls_verify) if url.scheme == "https" else None
     if trust is not None:
         trust.set_alpn_protocols(["http/1.1"])
     proxy = None if alone else proxy_for(url)

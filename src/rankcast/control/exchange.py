@@ -46,7 +46,11 @@ class NoAnswerError(Exception):
 
 
 class UnreachableError(NoAnswerError):
-    """There is no connection to be had, or no trust in who took it; nothing was sent."""
+    """There is no connection to be had; nothing was sent."""
+
+
+class UntrustedError(UnreachableError):
+    """Whoever took the connection has a certificate that is not trusted; nothing was sent."""
 
 
 class SlowConnectionError(NoAnswerError):

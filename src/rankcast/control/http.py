@@ -27,6 +27,7 @@ from rankcast.control.exchange import (
     SlowAnswerError,
     SlowConnectionError,
     UnreachableError,
+    UntrustedError,
 )
 from rankcast.control.request_headers import standing_headers
 from rankcast.control.said import said
@@ -139,8 +140,9 @@ class HttpClient:
         return self._field("/get_world_size", reply, "world_size", int)
 
     def reset_prefix_cache(self) -> bool:
-        """Throw cached prefixes away; False when the engine says that it could not, as while requests are running."""
-        reply = self._post("/reset_prefix_cache")
+        """Throw cached prefixes away, also those that requests in flight hold, which are computed anew; False when the
+        engine says that it could not."""
+        reply = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
         if reply is None:  # earlier versions of vLLM answer with an empty body, and only when it worked
             return True
         return self._field("/reset_prefix_cache", reply, "success", bool)
@@ -208,6 +210,12 @@ class HttpClient:
             waited = time.monotonic() - began
             raise self._error(
                 route, f"no answer within {waited:.1f} s (timeout={self.timeout:g}); whether it was done is not known"
+            ) from fault
+        except UntrustedError as fault:
+            raise self._error(
+                route,
+                f"its certificate is not trusted ({fault}): name who signed it in SSL_CERT_FILE, or pass "
+                "tls_verify=False",
             ) from fault
         except UnreachableError as fault:
             raise self._error(

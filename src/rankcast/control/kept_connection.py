@@ -24,6 +24,7 @@ from rankcast.control.exchange import (
     SlowAnswerError,
     SlowConnectionError,
     UnreachableError,
+    UntrustedError,
 )
 
 _AT_ONCE = 65536
@@ -108,6 +109,8 @@ class KeptConnection:
             made = self._opened(by)
         except TimeoutError as fault:
             raise SlowConnectionError(str(fault)) from fault
+        except ssl.SSLCertVerificationError as fault:
+            raise UntrustedError(str(fault)) from fault
         except (OSError, UnicodeError) as fault:  # a host may be named in a way that no name server can be asked about
             raise UnreachableError(str(fault)) from fault
         self._http = _fresh()

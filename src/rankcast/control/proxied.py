@@ -22,6 +22,7 @@ from rankcast.control.exchange import (
     SlowAnswerError,
     SlowConnectionError,
     UnreachableError,
+    UntrustedError,
 )
 
 
@@ -66,7 +67,8 @@ class ProxiedCalls:
         except httpx.TimeoutException as fault:
             raise SlowAnswerError(str(fault)) from fault
         except httpx.ConnectError as fault:
-            raise UnreachableError(str(fault)) from fault
+            untrusted = "CERTIFICATE_VERIFY_FAILED" in str(fault)
+            raise (UntrustedError if untrusted else UnreachableError)(str(fault)) from fault
         except (httpx.HTTPError, httpx.InvalidURL) as fault:
             raise BrokenConnectionError(str(fault) or type(fault).__name__) from fault
         except RuntimeError as fault:  # httpx's answer when the client was closed

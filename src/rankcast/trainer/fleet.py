@@ -56,6 +56,8 @@ class Fleet:
         self._check = check
         self._alone = alone
         self._ending = False
+        #: Counts sessions that were ended: a call from before, which was not sent yet, must not come after the end.
+        self._ended = 0
         self._busy = timeout
         self._until: float | None = None
 
@@ -75,6 +77,7 @@ class Fleet:
         They wait ``BUSY_SECONDS`` for an engine that is busy, and while other trainer ranks wait, all of them together
         take about ``ENDING_SECONDS``; not so when ``patient``.
         """
+        self._ended += 1
         self._ending, self._busy = True, self._timeout if patient else BUSY_SECONDS
         self._until = None if self._alone or patient else time.monotonic() + ENDING_SECONDS
         try:
@@ -101,11 +104,14 @@ class Fleet:
         patience, ends = self._bounds()
         # Less than the whole: the error of who waited for its turn says more than ours.
         busy = min(patience, self._busy) * 0.9
+        ended = self._ended
         done: queue.SimpleQueue[tuple[Engine, BaseException | None]] = queue.SimpleQueue()
 
         def run(engine: Engine) -> None:
             try:
                 with engine.turn(what, busy):
+                    if ended != self._ended:
+                        raise EngineError(f"{what} was not sent to {engine.where}: its session was ended before")
                     action(engine)
             except BaseException as error:
                 done.put((engine, error))

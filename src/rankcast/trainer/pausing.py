@@ -61,7 +61,7 @@ def reset_caches(fleet: Fleet) -> list[WorkerFault]:
         if call is not None and call() is False:
             raise EngineError(
                 f"{engine.where} did not reset its prefix cache: cached prefixes of the old weights would be served; "
-                "pause with pause='wait' or 'abort', then push again"
+                "push again once nothing holds its blocks (resume an engine that you had paused; pass pause='wait')"
             )
 
     return [WorkerFault.of(engine, error) for engine, error in fleet.each("reset_prefix_cache", reset)]

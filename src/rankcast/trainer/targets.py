@@ -39,7 +39,9 @@ def clients(
     for item in items:
         worker = getattr(item, "worker", None)
         if isinstance(item, str):
-            found.append((item, HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout, sign=sign)))
+            client = HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout, sign=sign)
+            # Not as it was given: that may carry a password, and labels are shown.
+            found.append((client.url, client))
         elif LLMClient.fits(item):
             found.append((f"in-process vLLM {len(found)}", LLMClient(item)))
         elif isinstance(worker, Worker):
@@ -52,7 +54,7 @@ def clients(
                 f"a target is a URL, a vllm.LLM, a Receiver or a WeightSyncClient (any object "
                 f"with vLLM's four methods), got {type(item).__name__}"
             )
-    urls = [item.rstrip("/") for item in items if isinstance(item, str)]
+    urls = [where for item, (where, _) in zip(items, found, strict=False) if isinstance(item, str)]
     if len(set(urls)) != len(urls):
         raise UnsupportedError(f"an engine is named twice among the targets: {', '.join(urls)}")
     for group in receivers.values():

@@ -1,4 +1,4 @@
-"""The one file that touches vLLM's insides; tested with the releases of ``TESTED``.
+"""What vLLM does to weights inside, and how it is put right; tested with the releases of ``TESTED``.
 
 This module knows vLLM's layerwise reload, its groups and its configuration, and the cures for what they get wrong. It
 must not know rankcast's protocol. vLLM is imported inside functions, so that a changed inside is an error at use, with
