@@ -8,9 +8,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from end_to_end.seen import wait_until
 from rankcast.errors import LimitError, TrainerError, UnsupportedError
 from rankcast.trainer import group_link
 from rankcast.trainer.group import SingleGroup, StarGroup, form_group
@@ -132,6 +134,27 @@ def test_what_comes_late_from_an_earlier_epoch_is_dropped(links: tuple[Link, Lin
     while kinds[-1] != "close":
         kinds.append(links[1].receive(20.0).kind)
     assert [kind for kind in kinds if kind != "pulse"] == ["go", "go", "close"]
+
+
+@pytest.mark.parametrize("failed", ["push of '2'", "push of '3'"])
+def test_word_of_a_failure_that_comes_after_a_rank_began_counts_only_if_it_is_of_the_same_push(
+    links: tuple[Link, Link], failed: str
+) -> None:
+    group = StarGroup(1, {0: links[0]}, [this_peer(0), this_peer(1)], timeout=20.0)
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(group.begin, "push of '3'")
+        assert links[1].receive(20.0).kind == "begin"
+        links[1].send(Frame(1, "fail", "rank 1 is missing", failed.encode()))
+        if failed == "push of '3'":
+            with pytest.raises(TrainerError, match="rank 1 is missing"):
+                beginning.result(20)
+        else:
+            wait_until(lambda: group._epoch == 1)  # before anything follows
+            links[1].send(Frame(2, "go"))
+            beginning.result(20)
+            group.gather(b"mine", "x")
+            assert links[1].receive(20.0) == Frame(2, "data", "gather 'x'", b"mine")
+    group.close()
 
 
 def test_failing_and_closing_never_raise_even_when_nobody_is_there(links: tuple[Link, Link]) -> None:

@@ -85,7 +85,7 @@ class StarGroup(TrainerGroup):
                 self._send_all(Frame(self._epoch, "go"))
         else:
             self._send_all(Frame(self._epoch, "begin"))
-            self._wait(lambda _: self._go > self._epoch, "begin", begins=True)
+            self._wait(lambda _: self._go > self._epoch, "begin", begins=what)
             with self._changed:
                 self._epoch = self._go
                 self._failures = {epoch: text for epoch, text in self._failures.items() if epoch >= self._epoch}
@@ -178,9 +178,17 @@ class StarGroup(TrainerGroup):
             return [self._inbox[peer].popleft() for peer in peers]
 
     def _wait(
-        self, arrived: Callable[[int], bool], label: str, peers: Sequence[int] | None = None, *, begins: bool = False
+        self,
+        arrived: Callable[[int], bool],
+        label: str,
+        peers: Sequence[int] | None = None,
+        *,
+        begins: str | None = None,
     ) -> None:
-        """Until ``arrived`` for each of ``peers`` (default: all that have a link), or raise ``TrainerError``."""
+        """Until ``arrived`` for each of ``peers`` (default: all that have a link), or raise ``TrainerError``.
+
+        ``begins`` is what a rank calls the epoch that it waits to begin.
+        """
         missing = set(self._links if peers is None else peers)
         if self.rank == 0:  # those who wait for this rank wait for what it waits for
             self.pulse()
@@ -193,7 +201,9 @@ class StarGroup(TrainerGroup):
                     return
                 now = time.monotonic()
                 self._look_for_dead(missing, now)
-                self._raise_failed(begins=begins, missing=missing)
+                if begins is not None:
+                    self._pass_over(begins)  # word of a failure may come only now
+                self._raise_failed(begins=begins is not None, missing=missing)
                 heard = now if len(missing) < before else max(self._heard[peer] for peer in missing)
                 if heard > since:
                     since = heard
