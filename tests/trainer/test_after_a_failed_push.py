@@ -188,7 +188,7 @@ def test_a_direct_connection_refuses_by_the_same_error_whichever_push_is_the_fir
 
 
 def test_a_rank_that_missed_a_push_makes_the_next_one_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("direct.ranks.SECONDS", 2.0)
+    monkeypatch.setattr("direct.ranks.SECONDS", 5.0)
     served = nn.Linear(30, 20)
     sources = [nn.Linear(30, 20) for _ in range(2)]
     sources[1].load_state_dict(sources[0].state_dict())

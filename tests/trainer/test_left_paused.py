@@ -181,7 +181,7 @@ def test_a_pause_that_failed_but_took_hold_is_undone(two: Two) -> None:
 def test_an_engine_that_pauses_after_it_was_given_up_is_named_and_resumed_by_the_next_push(two: Two) -> None:
     late = two.clients[1]
     assert isinstance(late, Caching)
-    with connect(two.clients, Stream(as_torch(NEW)), timeout=1) as sync:
+    with connect(two.clients, Stream(as_torch(NEW)), timeout=5) as sync:
         late.pausing.clear()
         with pytest.raises(PushError, match="did not answer pause") as failure:
             sync.push("2")
@@ -198,7 +198,7 @@ def test_an_engine_that_pauses_after_it_was_given_up_is_named_and_resumed_by_the
 def test_an_engine_that_pauses_after_it_was_given_up_is_resumed_when_the_sync_is_closed(two: Two) -> None:
     late = two.clients[1]
     assert isinstance(late, Caching)
-    with connect(two.clients, Stream(as_torch(NEW)), timeout=1) as sync:
+    with connect(two.clients, Stream(as_torch(NEW)), timeout=5) as sync:
         late.pausing.clear()
         with pytest.raises(PushError, match="did not answer pause"):
             sync.push("2")
