@@ -10,6 +10,7 @@ from typing import Self
 
 import pytest
 
+from end_to_end.seen import wait_until
 from vllm_engine.conftest import Bench
 from vllm_engine.servers import PROMPTS, VllmServer
 from vllm_engine.test_servers import push
@@ -101,4 +102,5 @@ def test_twenty_pushes_under_load_leave_nothing_behind(bench: Bench) -> None:
     now = memory(server)
     grown = {pid: now[pid] - held[pid] for pid in held}
     assert all(kib < SLACK_KIB for kib in grown.values()), grown
-    assert opened(server) == had
+    # A connection that nobody uses is closed by the server some seconds later.
+    wait_until(lambda: all(now <= had[pid] for pid, now in opened(server).items()))
