@@ -89,6 +89,7 @@ def test_no_password_of_a_url_is_in_what_is_said_of_its_engine(
     assert "hush" not in str(refusal.value)
     assert "named twice" in str(refused([url, url + "/"]))
     assert "hush" not in str(refused([url, url + "/"]))
+    assert "named twice" in str(refused([Receiver(nn.Linear(3, 2)), url, url]))
     for given in ([url], [url, "--json"]):
         monkeypatch.setattr(sys, "argv", ["rankcast", "status", *given])
         assert cli.main() != 0

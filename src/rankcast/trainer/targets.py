@@ -36,12 +36,14 @@ def clients(
         raise UnsupportedError("connect needs at least one target: a URL, a Receiver, or a WeightSyncClient")
     found: list[tuple[str, WeightSyncClient]] = []
     receivers: dict[str, list[Any]] = {}
+    urls: list[str] = []
     for item in items:
         worker = getattr(item, "worker", None)
         if isinstance(item, str):
             client = HttpClient(item, headers=headers, tls_verify=tls_verify, timeout=timeout, sign=sign)
             # Not as it was given: that may carry a password, and labels are shown.
             found.append((client.url, client))
+            urls.append(client.url)
         elif LLMClient.fits(item):
             found.append((f"in-process vLLM {len(found)}", LLMClient(item)))
         elif isinstance(worker, Worker):
@@ -54,7 +56,6 @@ def clients(
                 f"a target is a URL, a vllm.LLM, a Receiver or a WeightSyncClient (any object "
                 f"with vLLM's four methods), got {type(item).__name__}"
             )
-    urls = [where for item, (where, _) in zip(items, found, strict=False) if isinstance(item, str)]
     if len(set(urls)) != len(urls):
         raise UnsupportedError(f"an engine is named twice among the targets: {', '.join(urls)}")
     for group in receivers.values():
