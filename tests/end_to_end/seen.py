@@ -73,11 +73,6 @@ def usage(pid: int) -> dict[str, int]:
     }
 
 
-def shared_memory() -> set[str]:
-    """The names of rankcast's files under ``/dev/shm``."""
-    return {path.name for path in Path("/dev/shm").glob("rankcast-*")}
-
-
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Ask until ``condition`` holds; fails the test when it does not in time."""
     deadline = time.monotonic() + seconds

@@ -19,11 +19,12 @@ import pytest
 from checkpoints import scaled_weights
 from end_to_end.conftest import CONFIG
 from end_to_end.here import Trainer
-from end_to_end.seen import answer, ask, differences, info, shared_memory, wait_until
+from end_to_end.seen import answer, ask, differences, info, wait_until
 from end_to_end.watched import Watched
 from fleets import RunningServer, started_server, wait_gone
 from oracle import Layout
 from rankcast import PushError
+from shared_memory import names
 
 LAYOUT = Layout(tp=2)
 OLD, NEW, LATER = (scaled_weights(CONFIG, seed) for seed in (0, 11, 12))
@@ -79,10 +80,10 @@ point = pytest.mark.parametrize("where", POINTS, ids=lambda name: str(name).repl
 def nothing_left(place: Place, client: Watched) -> Iterator[None]:
     if place.server.process.poll() is not None:  # a test that failed half-way is not the next one's trouble
         place.start()
-    before = shared_memory()
+    before = names(orphans=False)
     yield
     client.moments.clear()
-    assert shared_memory() <= before
+    assert names(orphans=False) <= before
 
 
 def assert_the_same_sync_fills_the_next_server(place: Place, trainer: Trainer) -> None:

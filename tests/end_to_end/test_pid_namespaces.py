@@ -12,11 +12,12 @@ import pytest
 from checkpoints import scaled_weights
 from end_to_end.conftest import CONFIG, Start
 from end_to_end.here import Trainer, push
-from end_to_end.seen import answer, differences, info, shared_memory
+from end_to_end.seen import answer, differences, info
 from end_to_end.watched import Watched
 from fleets import RunningServer, started_server
 from oracle import Layout
 from rankcast import PushError
+from shared_memory import names
 
 LAYOUT = Layout(tp=2)
 OLD, NEW, LATER = (scaled_weights(CONFIG, seed) for seed in (0, 11, 12))
@@ -39,27 +40,25 @@ def apart(checkpoint: Path) -> Iterator[RunningServer]:
 
 
 def test_segments_go_by_name_and_the_names_are_gone_before_the_first_install(apart: RunningServer) -> None:
-    before = shared_memory()
+    before = names()
     seen: dict[str, set[str]] = {}
     with Watched(apart.url) as client, Trainer(client, OLD) as trainer:
         assert trainer.sync._exports.kind == "shm_name"
         for number, weights in enumerate((NEW, LATER)):
             for moment in ("prepare", "install"):
-                client.at(
-                    "before", moment, lambda key=f"{moment} {number}": seen.update({key: shared_memory() - before})
-                )
+                client.at("before", moment, lambda key=f"{moment} {number}": seen.update({key: names() - before}))
             trainer.push(weights, str(number))
             assert differences(apart.url, CONFIG, weights, LAYOUT) == []
         assert len(seen.pop("prepare 0")) == 2, "one name for each of the two buffers"
         assert seen == {"install 0": set(), "prepare 1": set(), "install 1": set()}
-        assert shared_memory() == before
+        assert names() == before
     assert answer(apart.url)["weight_version"] == "1"
 
 
 def test_a_server_that_restarted_gets_names_of_its_own_from_the_same_sync(
     checkpoint: Path, apart: RunningServer
 ) -> None:
-    before = shared_memory()
+    before = names()
     with started_server(checkpoint, within=APART) as first:
         port = httpx.URL(first.url).port
         with Watched(first.url) as client, Trainer([client, apart.url], OLD) as trainer:
@@ -69,7 +68,7 @@ def test_a_server_that_restarted_gets_names_of_its_own_from_the_same_sync(
                 trainer.push(LATER, "later")
                 assert differences(second.url, CONFIG, LATER, Layout()) == []
                 assert differences(apart.url, CONFIG, LATER, LAYOUT) == []
-                assert shared_memory() == before
+                assert names() == before
                 ended(second)
 
 
@@ -83,19 +82,19 @@ def ended(server: RunningServer) -> None:
 def test_names_that_a_killed_trainer_left_are_swept_by_the_next_and_its_push_is_exact(
     apart: RunningServer, start: Start, call: str
 ) -> None:
-    before = shared_memory()
+    before = names()
     push(apart.url, OLD, "old")
     trainer = start(1)
     assert trainer.one(0, "connect", [apart.url], "module", ["scaled", 0], {"timeout": 2}) == "shm_name"
     trainer.one(0, "arm_call", "before", call, "kill")
     trainer.ask(0, "push", "new", ["scaled", 11])
     assert trainer.ended(0) == -9
-    left = shared_memory() - before
+    left = names() - before
     assert len(left) == (2 if call == "prepare" else 0)
     # From within its namespace a worker cannot see that the trainer is dead: its lease runs out by time.
     assert info(apart.url)["is_paused"]
     push_when_free(apart.url)
-    assert shared_memory() == before
+    assert names() == before
     assert differences(apart.url, CONFIG, LATER, LAYOUT) == []
     assert answer(apart.url)["weight_version"] == "later"
 

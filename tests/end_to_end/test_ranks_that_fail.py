@@ -11,10 +11,11 @@ import pytest
 from checkpoints import scaled_weights
 from end_to_end.conftest import CONFIG, Start
 from end_to_end.here import push
-from end_to_end.seen import answer, ask, differences, info, shared_memory, wait_until
+from end_to_end.seen import answer, ask, differences, info, wait_until
 from end_to_end.trainers import Trainers, trainers
 from fleets import RunningServer
 from oracle import Layout
+from shared_memory import names
 
 LAYOUT = Layout(dp=2, tp=2, expert_parallel=True)
 OLD, NEW, LATER = (scaled_weights(CONFIG, seed) for seed in (10, 11, 12))
@@ -31,9 +32,9 @@ point = pytest.mark.parametrize("where", POINTS, ids=lambda name: str(name).repl
 def settled(fleet: RunningServer) -> Iterator[None]:
     """The fleet serves OLD when a test begins, and nothing of ours is left in shared memory when it ends."""
     push(fleet.url, OLD, "old")
-    before = shared_memory()
+    before = names(orphans=False)
     yield
-    assert shared_memory() <= before
+    assert names(orphans=False) <= before
 
 
 @pytest.fixture(scope="module")

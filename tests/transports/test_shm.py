@@ -21,25 +21,10 @@ from rankcast.process import pid_namespace, start_time, this_process
 from rankcast.transports.segment import Segment
 from rankcast.transports.shm import create_segment, kind_of, open_handle, sweep_leftovers
 from rankcast.wire.handles import FORMAT, Handle, ShmHandle
+from shared_memory import names
 
 KINDS = ("shm", "shm_name")
-# As in ``conftest``, by which every process that a test starts is known.
-MARK = "RANKCAST_TEST_RUN"
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def files() -> set[str]:
-    """Of this run, or of nobody who lives: other tests may run beside these."""
-    return {path.name for path in Path("/dev/shm").glob("rankcast-*") if not of_others(path.name)}
-
-
-def of_others(name: str) -> bool:
-    owner, mark = name.split("-")[1], f"{MARK}={os.environ[MARK]}".encode()
-    try:
-        started_with = Path(f"/proc/{owner}/environ").read_bytes()
-    except OSError:
-        return False
-    return owner != str(os.getpid()) and bool(started_with) and mark not in started_with.split(bytes(1))
 
 
 def mappings() -> int:
@@ -295,11 +280,11 @@ def test_a_killed_owner_is_named_and_an_open_segment_stays_readable(kind: str, c
             opened.verify()
         assert opened.tensor("uint8", (3,), 0).tolist() == [5, 5, 5]
         if kind == "shm":
-            assert not files()
+            assert not names()
             with pytest.raises(LocationError, match=rf"pid {owner.pid}, died"):
                 open_handle(handle)
     sweep_leftovers()
-    assert not files()
+    assert not names()
 
 
 OWNER = """
@@ -320,9 +305,9 @@ def test_nothing_is_left_when_an_owner_exits_without_closing(
 ) -> None:
     owner = child(OWNER.format(kind=kind) + ending)
     owner.hear()
-    assert len(files()) == (kind == "shm_name")
+    assert len(names()) == (kind == "shm_name")
     owner.end()
-    assert not files()
+    assert not names()
 
 
 def test_a_forked_child_that_exits_leaves_its_parents_file(child: Callable[..., object]) -> None:
@@ -332,7 +317,7 @@ def test_a_forked_child_that_exits_leaves_its_parents_file(child: Callable[..., 
     handle = msgspec.json.decode(owner.hear(), type=Handle)
     assert handle.name in owner.hear()
     owner.end()
-    assert not files()
+    assert not names()
 
 
 def test_an_unlinked_segment_stays_mapped_for_everyone_who_has_it(reader: Callable[[Handle], object]) -> None:
@@ -340,7 +325,7 @@ def test_an_unlinked_segment_stays_mapped_for_everyone_who_has_it(reader: Callab
         other = reader(made.handle)
         made.unlink()
         made.unlink()
-        assert not files()
+        assert not names()
         made.memory.fill_(6)
         assert other.ask("segment.verify()") is None
         assert other.ask("bytes_of().unique().tolist()") == [6]
@@ -360,7 +345,7 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_of_the_living(child: Ca
         Path("/dev/shm", name).touch()
     try:
         assert set(sweep_leftovers()) == {left, reused}
-        assert files() == {kept, *strangers}
+        assert names() == {kept, *strangers}
         assert sweep_leftovers() == []
     finally:
         for name in strangers:
@@ -386,7 +371,7 @@ def test_descriptors_and_mappings_are_flat_over_50_rounds_without_garbage_collec
             assert (descriptors(), mappings()) == before
     finally:
         gc.enable()
-    assert not files()
+    assert not names()
 
 
 def test_dropping_a_segment_without_closing_it_frees_it_too() -> None:
@@ -394,7 +379,7 @@ def test_dropping_a_segment_without_closing_it_frees_it_too() -> None:
     made = [create_segment(PAGE, kind=kind) for kind in KINDS]
     del made
     assert (descriptors(), mappings()) == before
-    assert not files()
+    assert not names()
 
 
 def test_a_view_that_outlives_close_stays_readable_and_frees_the_memory_when_it_goes(segment: Segment) -> None:
