@@ -86,9 +86,9 @@ class VllmServer:
         found: dict[str, Any] = reply.json()
         return found
 
-    def rpc(self, method: str) -> list[dict[str, Any]]:
-        """What ``method`` of the readback extension says on every worker, by rank."""
-        reply = self.post("/collective_rpc", {"method": method})
+    def rpc(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """What ``method`` of the tests' extension says on every worker, by rank."""
+        reply = self.post("/collective_rpc", {"method": method, "args": list(args)})
         assert reply.status_code == 200, reply.text
         found: list[dict[str, Any]] = reply.json()["results"]
         return found
@@ -202,7 +202,7 @@ def _spawn(
         "--enable-scale-out",
     ]
     command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
-    command += ["--worker-extension-cls", "vllm_engine.readback.Readback", *layout.arguments(), *extra]
+    command += ["--worker-extension-cls", "vllm_engine.breaking.Breaking", *layout.arguments(), *extra]
     with log.open("wb") as file:
         return subprocess.Popen(
             command,

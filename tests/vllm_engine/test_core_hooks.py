@@ -6,6 +6,7 @@ is a stand-in that passes calls on; the hook, the receivers and their answers ar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ import msgspec
 import pytest
 import torch
 
-from rankcast import InstallError, Receiver, StateError, Worker
+from rankcast import InstallError, Receiver, StateError, UnsupportedError, Worker
 from rankcast.engines.vllm import core_hooks
 from rankcast.engines.vllm.worker_hooks import CALLS, Reply
 from rankcast.process import this_process
 from rankcast.rollout.installer import LoaderInstaller
 from rankcast.topology import new_engine_id
 from rankcast.transports.shm import create_segment
+from rankcast.wire.bodies import Owner
 
 pytestmark = pytest.mark.vllm
 
@@ -57,7 +59,8 @@ class Engine:
 
     def __init__(self) -> None:
         engine = new_engine_id()
-        self.core: Any = SimpleNamespace()
+        self.core: Any = SimpleNamespace(_rankcast_open=False, _rankcast_unservable=False)
+        self.core.model_executor = SimpleNamespace(collective_rpc=self._workers)
         self.installers = [Breaking(Model()) for _ in range(2)]
         self.receivers = [
             Receiver(
@@ -71,7 +74,7 @@ class Engine:
     def call(self, method: str, *args: object) -> None:
         core_hooks._collective_rpc(self.core, self._workers, method, None, args)
 
-    def _workers(self, method: str, timeout: object, args: tuple[object, ...], kwargs: object) -> list[str]:
+    def _workers(self, method: str, timeout: object = None, args: tuple[object, ...] = (), *_: object) -> list[str]:
         answers = [receiver.answer(CALLS[method], *args[:1]) for receiver in self.receivers]
         return [msgspec.json.encode(Reply(*answer)).decode() for answer in answers]
 
@@ -162,3 +165,27 @@ def test_entries_may_be_empty_call_by_call_and_a_session_may_bring_nothing_at_al
     engine.push()
     assert engine.states == ["idle", "idle"]
     assert core_hooks.why_not(engine.core) is None
+
+
+def test_ranks_that_got_out_of_step_in_a_trainers_session_are_brought_together_without_its_leave(
+    engine: Engine, entry: dict[str, Any]
+) -> None:
+    # Nobody listens on the report channel any more, so the fault is the caller's to hear.
+    owner = Owner("d" * 32, this_process(), "a trainer")
+    for receiver in engine.receivers:
+        receiver._session.claim("0" * 32, owner, 60, time.monotonic())
+    engine.call("start_weight_update")
+    engine.receivers[0].handle("abandon")
+    assert engine.states == ["idle", "started"]
+    with pytest.raises(StateError, match=r"worker 0.*start first.*worker 1.*session is open"):
+        engine.call("update_weights", entry)
+    assert engine.states == ["idle", "idle"]
+    assert core_hooks.why_not(engine.core) is None
+
+
+@pytest.mark.parametrize("method", ["abandon_weight_update", "disown_weight_update"])
+def test_the_engine_core_s_own_calls_are_nobody_else_s(engine: Engine, method: str) -> None:
+    engine.call("start_weight_update")
+    with pytest.raises(UnsupportedError, match="own call"):
+        engine.call(method)
+    assert engine.states == ["started", "started"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import rankcast
 from vllm_engine.conftest import Bench
 from vllm_engine.servers import TP1, TP2, VllmServer
 from vllm_engine.test_servers import push
@@ -354,6 +355,53 @@ def test_a_session_that_leaves_one_rank_out_is_never_served(bench: Bench, room: 
         assert "send them all" in refused(room.server, "/finish_weight_update")
         assert "push again" in refused(room.server, "/resume")
         bare_update(room.server, room.a.entry())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["rankcast", "bare"])
+def test_a_finish_that_fails_on_one_rank_alone_fails_for_all_and_the_next_update_is_exact(
+    bench: Bench, room: Room, own: bool
+) -> None:
+    """Stock vLLM: that rank's flag stays on, its replies are out of step, and MoE layers are left without a kernel."""
+    for rank in range(bench.layout.tp):
+        room.server.rpc("break_next_finish", rank)
+        if own:
+            with pytest.raises(rankcast.PushError, match=f"worker {rank}.*the finish broke"):
+                push(bench, bench.b)
+        else:
+            room.start()
+            assert room.server.post("/update_weights", {"update_info": room.b.entry()}).status_code == 200
+            said = refused(room.server, "/finish_weight_update")
+            assert f"worker {rank}" in said
+            assert "the finish broke" in said
+        states = flags(room.server)
+        assert {one["active"] for one in states} == {False}
+        assert [one["servable"] for one in states][rank] is False
+        assert [(one["on_meta"], one["half_loaded"], one["kernels_absent"]) for one in states] == [
+            (0, 0, 0) for _ in states
+        ]
+        assert "push again" in refused(room.server, "/resume")
+        push(bench, bench.b)
+        assert room.server.digests() == bench.at_b.digests
+        push(bench, bench.a)
+
+
+def test_what_goes_around_rankcast_is_refused_or_makes_the_engine_unservable_until_a_push(
+    bench: Bench, room: Room
+) -> None:
+    """Stock vLLM loads again, over packed layers and under the old name, and serves zeros after a reset."""
+    assert "rankcast push CHECKPOINT" in refused(room.server, "/collective_rpc", {"method": "reload_weights"})
+    for private in ("disown_weight_update", "abandon_weight_update"):
+        assert "own call" in refused(room.server, "/collective_rpc", {"method": private})
+    assert room.server.digests() == bench.at_a.digests
+    room.start()
+    assert "a weight update is open" in refused(room.server, "/weight_checker", {"action": "reset"})
+    bare_update_end(room.server)
+    assert flags(room.server) == [IDLE] * bench.layout.tp
+    assert room.server.post("/weight_checker", {"action": "reset"}).status_code == 200
+    assert flags(room.server) == [{**IDLE, "servable": False, "state": "unusable"}] * bench.layout.tp
+    assert "push again" in refused(room.server, "/resume")
+    push(bench, bench.b)
+    assert room.server.digests() == bench.at_b.digests
 
 
 def test_a_shape_that_fits_one_rank_by_chance_is_never_served(bench: Bench, room: Room) -> None:

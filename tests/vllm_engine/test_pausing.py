@@ -150,7 +150,33 @@ def test_an_engine_whose_weights_sleep_is_refused_and_woken_weights_are_enough(b
     assert bench.server.probe() == bench.at_b.said
 
 
+def test_weights_that_a_deep_sleep_dropped_are_served_by_nobody_until_a_push(bench: Bench) -> None:
+    # On CPU the memory stays, so that what counts as dropped is whole: on a GPU it would be garbage.
+    assert bench.server.post("/sleep", level="2").status_code == 200
+    assert "push again" in refused(bench.server, "/wake_up")
+    assert "push again" in refused(bench.server, "/resume")
+    assert [one["servable"] for one in bench.server.flags()] == [False] * bench.layout.tp
+    assert [one["version"] for one in bench.server.flags()] == [""] * bench.layout.tp
+    push(bench, bench.b)
+    assert bench.server.post("/resume").status_code == 200
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.probe() == bench.at_b.said
+
+
+def test_a_trainer_that_shares_the_engine_s_devices_pushes_between_two_wakings(bench: Bench) -> None:
+    with rankcast.connect(bench.server.url, bench.b, timeout=60) as sync:
+        for number in range(2):
+            assert bench.server.post("/sleep", level="2").status_code == 200
+            assert bench.server.post("/wake_up", tags="weights").status_code == 200
+            sync.push(weight_version=f"b {number}")
+            assert bench.server.post("/wake_up", tags="kv_cache").status_code == 200
+            assert bench.server.get("/is_paused") == {"is_paused": False}
+            assert bench.server.digests() == bench.at_b.digests
+            assert bench.server.probe() == bench.at_b.said
+
+
 def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> None:
+    # What the user's pause holds would go on in a pause that waits for it, over weights that are half new.
     said: list[str] = []
     once = threading.Lock()
 
@@ -159,12 +185,18 @@ def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> N
             said.append(refused(bench.server, "/resume"))
             said.append(refused(bench.server, "/wake_up"))
             said.append(refused(bench.server, "/sleep", level="1"))
+            said.append(refused(bench.server, "/sleep", level="0", mode="wait"))
+            said.append(refused(bench.server, "/pause", mode="wait"))
 
-    with rankcast.connect(
-        bench.server.url, bench.b, mode="ranklocal", bucket_bytes=150_000, timeout=60, progress=meddle
-    ) as sync:
-        sync.push(weight_version="b")
+    with long_request(bench.server) as answer:
+        assert bench.server.post("/pause", mode="keep").status_code == 200
+        with rankcast.connect(
+            bench.server.url, bench.b, mode="ranklocal", bucket_bytes=150_000, timeout=60, progress=meddle
+        ) as sync:
+            sync.push(weight_version="b")
+        assert bench.server.post("/resume").status_code == 200
+        assert len(answer.result(timeout=120)[0]) == LONG
     assert all("a weight update is open" in one for one in said), said
-    assert len(said) == 3
+    assert len(said) == 5
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said

@@ -22,8 +22,16 @@ HOOKED = {
         "update_weights",
         "finish_weight_update",
     ),
-    "vllm.v1.engine.core:EngineCore": ("collective_rpc", "resume_scheduler", "sleep", "set_weight_version"),
-    "vllm.v1.engine.llm_engine:LLMEngine": ("collective_rpc", "add_request", "step"),
+    "vllm.v1.engine.core:EngineCore": (
+        "collective_rpc",
+        "pause_scheduler",
+        "resume_scheduler",
+        "sleep",
+        "set_weight_version",
+    ),
+    "vllm.v1.engine.core:EngineCoreProc": ("pause_scheduler",),
+    "vllm.v1.engine.core:DPEngineCoreProc": ("resume_scheduler",),
+    "vllm.v1.engine.llm_engine:LLMEngine": ("collective_rpc", "add_request", "sleep", "step"),
 }
 
 
@@ -103,6 +111,28 @@ def test_a_release_that_was_not_tested_is_named(checkpoints: Checkpoints, monkey
             pass
 
 
+def test_a_release_whose_insides_have_other_names_is_named_all_the_same() -> None:
+    done = python(
+        """
+import vllm
+vllm.__version__ = "0.45.1"
+import vllm.distributed.weight_transfer.base as base
+import vllm.v1.worker.gpu_worker as gpu_worker
+del base.WeightTransferInitInfo, gpu_worker.Worker
+from rankcast.engines.vllm.plugin import register
+register()
+from types import SimpleNamespace
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+try:
+    WeightTransferEngineFactory.create_engine(SimpleNamespace(backend="rankcast"), None, None, None)
+except Exception as refusal:
+    print(f"{type(refusal).__name__}: {refusal}")
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "UnsupportedError: rankcast needs vLLM 0.32, found 0.45.1" in done.stdout
+
+
 def test_filtered_out_by_vllm_plugins_the_server_says_what_is_missing(checkpoints: Checkpoints) -> None:
     # vLLM knows nothing of rankcast then, so the words are vLLM's own: they name the backend that it does not find.
     with pytest.raises(RuntimeError, match="Invalid weight transfer backend: rankcast"):
@@ -143,7 +173,8 @@ def test_no_file_of_vllm_is_imported_before_it_is_asked_for() -> None:
     done = python(
         """
 import sys
-import rankcast.engines.vllm.plugin, rankcast.engines.vllm.adapter
+import rankcast.engines.vllm.plugin, rankcast.engines.vllm.unsupported, rankcast.engines.vllm.installer
+import rankcast.engines.vllm.adapter.identity, rankcast.engines.vllm.adapter.reload
 import rankcast.engines.vllm.core_hooks, rankcast.engines.vllm.worker_hooks, rankcast.engines.vllm.llm_hooks
 assert "vllm" not in sys.modules
 """

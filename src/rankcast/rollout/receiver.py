@@ -147,10 +147,7 @@ class Receiver:
     # -- one door for every call -------------------------------------------------------------------------------------
 
     def handle(self, call: str, argument: object = None) -> Report:
-        """Do ``call`` (init, start, update, finish, abort, disown), report it to the trainer, and return the report.
-
-        Never raises: an engine that routes outcomes itself reads ``faults`` of what comes back.
-        """
+        """Do ``call`` (one of ``_act``), report it to the trainer, and return the report; never raises."""
         return self.answer(call, argument)[0]
 
     def _call(self, call: str, argument: object = None) -> Report:
@@ -180,6 +177,7 @@ class Receiver:
             "update": self._update,
             "finish": self._finish,
             "abort": self._abort_call,
+            "abandon": lambda answer, _: self._end(answer),
             "disown": lambda answer, _: self._end(answer, disown=True),
         }
         if answer.call not in actions:

@@ -1,22 +1,23 @@
 """What is hooked into vLLM's engine core when, and only when, the backend is ``rankcast``.
 
-This module knows the engine core's pause state and its calls to all workers. It must not know what a payload says. All
-replies of a call are here before anything is concluded from them, so a fault on one rank never leaves another rank's
-reply in the queue; callers without a report channel get one error with every rank's faults, and a session that failed
-on one rank is ended on all.
+This module knows which of the engine core's calls may touch weights, or run the model over them. It must not know what
+a payload says, nor vLLM's insides (``adapter``). All replies of a call are here before anything is concluded from them,
+so a fault on one rank never leaves another rank's reply in the queue; callers without a report channel get one error
+with every rank's faults, and a session that failed on one rank is ended on all.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from rankcast.engines.agreement import partly_written
-from rankcast.engines.vllm.plugin import BACKEND
-from rankcast.engines.vllm.worker_hooks import CALLS, Reply
+from rankcast.engines.vllm.adapter import calls
+from rankcast.engines.vllm.worker_hooks import CALLS, PRIVATE, Reply
 from rankcast.errors import StateError, UnsupportedError
 from rankcast.session import OPEN
 from rankcast.wire.reports import error_of
@@ -27,22 +28,26 @@ WHY_NOT = "rankcast_why_not"
 
 def hook_engine_core() -> None:
     """Wrap the engine core's calls; does nothing the second time."""
-    from vllm.v1.engine import core
-
-    for cls in (core.EngineCore, core.DPEngineCoreProc):
-        if "resume_scheduler" in vars(cls):
-            wrap(cls, "resume_scheduler", _resume)
-    wrap(core.EngineCore, "sleep", _sleep)
-    wrap(core.EngineCore, "set_weight_version", _set_weight_version)
-    wrap(core.EngineCore, "collective_rpc", _collective_rpc)
-    setattr(core.EngineCore, WHY_NOT, why_not)
+    around: dict[str, Callable[..., Any]] = {
+        "resume_scheduler": _resume,
+        "pause_scheduler": _pause,
+        "sleep": _sleep,
+        "set_weight_version": _set_weight_version,
+        "collective_rpc": _collective_rpc,
+    }
+    for method, hook in around.items():
+        for cls in calls.core_classes(method):
+            wrap(cls, method, hook)
+    (base,) = calls.core_classes("collective_rpc")
+    for name, start in {WHY_NOT: why_not, "_rankcast_open": False, "_rankcast_unservable": False}.items():
+        setattr(base, name, start)
 
 
 def why_not(core: Any) -> str | None:
     """Why nothing may be generated on this engine now, or ``None``."""
-    if getattr(core, "_rankcast_open", False):
+    if core._rankcast_open:
         return "a weight update is open on this engine: finish it or abort it first"
-    if getattr(core, "_rankcast_unservable", False):
+    if core._rankcast_unservable:
         return "the weights of this engine are incomplete: push again, which makes them whole"
     return None
 
@@ -55,8 +60,7 @@ def wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.vllm_config.weight_transfer_config
-        if config is None or config.backend != BACKEND:
+        if not calls.is_ours(self):
             return original(self, *args, **kwargs)
         return around(self, functools.partial(original, self), *args, **kwargs)
 
@@ -71,6 +75,14 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     return original(*args, **kwargs)
 
 
+def _pause(core: Any, original: Callable[..., Any], mode: str = "abort", *args: Any, **kwargs: Any) -> Any:
+    # A pause that waits lets what is frozen go on, over weights that are half new.
+    why = why_not(core)
+    if why is not None and (mode == "wait" or core._rankcast_open) and calls.pause_runs_model(core, mode):
+        raise StateError(f"pause with mode={mode}, but {why}")
+    return original(mode, *args, **kwargs)
+
+
 def _set_weight_version(core: Any, original: Callable[..., Any], weight_version: str) -> Any:
     why = why_not(core)
     if why is not None:
@@ -79,9 +91,17 @@ def _set_weight_version(core: Any, original: Callable[..., Any], weight_version:
 
 
 def _sleep(core: Any, original: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    if level > 0 and getattr(core, "_rankcast_open", False):
+    if level > 0 and core._rankcast_open:
         raise StateError("sleep, but a weight update is open on this engine: finish it or abort it first")
-    return original(level, *args, **kwargs)
+    asleep = original(level, *args, **kwargs)
+    if level < 2:
+        return asleep
+    # Level 2 drops the weights, and waking brings only their memory back.
+    if isinstance(asleep, Future):
+        asleep.add_done_callback(lambda _: _disown(core))
+    else:
+        _disown(core)
+    return asleep
 
 
 def _collective_rpc(
@@ -92,48 +112,69 @@ def _collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
+    if method in PRIVATE:
+        raise UnsupportedError(f"{method} is this engine core's own call to its workers: nobody else may make it")
     if method == "start_draft_weight_update":
         # Refused here and not by the workers: each would raise, and all replies but the first would stay behind.
         raise UnsupportedError("rankcast does not update draft models: serve without one")
-    if method == "shutdown_weight_transfer_engine" and getattr(core, "_rankcast_open", False):
-        raise StateError("a weight update is open on this engine: finish it or abort it before letting go of it")
+    if method == "reload_weights":
+        raise UnsupportedError(
+            "reload_weights goes around rankcast, which would not know what this engine holds: rankcast push CHECKPOINT"
+        )
+    if method in ("shutdown_weight_transfer_engine", "reset_weights") and core._rankcast_open:
+        raise StateError(f"{method}, but a weight update is open on this engine: finish it or abort it first")
+    if method == "reset_weights":
+        try:
+            return original(method, timeout, args, kwargs)
+        finally:
+            _disown(core)
     if method not in CALLS:
         return original(method, timeout, args, kwargs)
     if method == "start_weight_update":
         _check_quiet(core)
-    replies = _read(core, original(method, timeout, args, kwargs))
+    return _concluded(core, method, _read(core, original(method, timeout, args, kwargs)))
+
+
+def _concluded(core: Any, method: str, replies: Sequence[Reply]) -> None:
+    """Raise what the caller has to know and was not told on its report channel."""
     reports = [reply.report for reply in replies]
     if method == "finish_weight_update" and not any(report.faults for report in reports):
         partly = partly_written(reports)
         if partly is not None:
             # Each worker is content with what it holds: only here is it seen that they hold different weights.
-            _read(core, original("disown_weight_update", timeout, (), None))
+            _disown(core)
             raise StateError(partly)
     faults = [(reply.report, fault) for reply in replies if not reply.told for fault in reply.report.faults]
     if not faults:
-        return None
+        return
     if method in ("start_weight_update", "update_weights", "finish_weight_update") and not all(
         report.state == reports[0].state for report in reports
     ):
         # Some ranks went on and some did not: no rank may be left with another flag than the rest.
-        _read(core, original("abort_weight_update", timeout, (), None))
+        _order(core, "abandon_weight_update")
     text = "; ".join(dict.fromkeys(f"{report.worker.label}: {fault.message}" for report, fault in faults))
     raise error_of(msgspec.structs.replace(faults[0][1], message=text))
 
 
 def _check_quiet(core: Any) -> None:
     """Refuse to start where generation could run into half-new weights, which ends the engine."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    may_run = isinstance(core, EngineCoreProc) or core.scheduler.has_unfinished_requests()
-    if may_run and not core.is_scheduler_paused():
+    found = calls.activity(core)
+    if not found.paused:
         raise StateError("start, but generation is not paused on this engine: POST /pause?mode=keep first")
-    # A pause that waits for its requests counts as one from the moment on at which no new ones are taken.
-    if core.scheduler.has_unfinished_requests() or getattr(core, "batch_queue", None):
+    if found.running:
         raise StateError("start, but requests are still running on this engine: wait for the pause to return")
-    tags = getattr(core.model_executor, "sleeping_tags", ())
-    if "weights" in tags:
+    if found.asleep:
         raise StateError("start, but this engine's weights are asleep: POST /wake_up?tags=weights first")
+
+
+def _disown(core: Any) -> None:
+    """Whatever the workers hold is not to be served, or is not what they think it is."""
+    _order(core, "disown_weight_update")
+
+
+def _order(core: Any, method: str) -> None:
+    """Make one of the calls that only the engine core makes."""
+    _read(core, calls.all_workers(core, method))
 
 
 def _read(core: Any, raw: Sequence[Any]) -> list[Reply]:

@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rankcast.engines.vllm import adapter
+from rankcast.engines.vllm.adapter import unsupported_version
+from rankcast.engines.vllm.adapter.identity import identity
 from rankcast.engines.vllm.installer import LayerwiseInstaller
 from rankcast.errors import UnsupportedError
 from rankcast.rollout.receiver import Receiver
@@ -49,12 +50,10 @@ class RankcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        unsupported = adapter.unsupported_version()
+        unsupported = unsupported_version()
         if unsupported is not None:
             raise UnsupportedError(unsupported)
-        self.receiver = Receiver(
-            model, worker=adapter.identity(vllm_config), installer=LayerwiseInstaller(model, vllm_config)
-        )
+        self.receiver = Receiver(model, worker=identity(vllm_config), installer=LayerwiseInstaller(model, vllm_config))
 
     def handle(self, call: str, argument: object = None) -> tuple[Report, bool]:
         """Do one call; never raises. Returns the report, and whether a trainer was told it on its report channel."""

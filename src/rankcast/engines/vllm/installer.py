@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankcast.engines.vllm import adapter
+from rankcast.engines.vllm.adapter import identity, reload
 from rankcast.manifest import Manifest
 from rankcast.rollout.installer import persistent_buffers
 from rankcast.rollout.program import CopyProgram
@@ -33,59 +33,59 @@ class LayerwiseInstaller:
     def __init__(self, model: Any, config: VllmConfig) -> None:
         self._model = model
         self._config = config
-        self._kernels: adapter.MoeKernels = []
+        self._kernels: reload.MoeKernels = []
 
     def trace(self, manifest: Manifest) -> Trace:
-        adapter.check_supported(self._config)
+        identity.check_supported(self._config)
         tied, fingerprint = self._tied, self.fingerprint()
-        with adapter.on_meta(self._model):
+        with reload.on_meta(self._model):
             keeping = Keeping(self._model, self.may_ignore)
             return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint, keeping)
 
     def fingerprint(self) -> Fingerprint:
-        return adapter.fingerprint(self._model, self._config)
+        return identity.fingerprint(self._model, self._config)
 
     def required(self) -> frozenset[str]:
         # A buffer that vLLM has changed since cannot be kept, so an update that does not bring it is not complete.
-        changed = adapter.changed_buffers(self._model)
-        with adapter.on_meta(self._model):
+        changed = reload.changed_buffers(self._model)
+        with reload.on_meta(self._model):
             return (frozenset(name for name, _ in self._model.named_parameters()) | changed) - self._tied
 
     def persistent_buffers(self) -> frozenset[str]:
-        with adapter.on_meta(self._model):
+        with reload.on_meta(self._model):
             return persistent_buffers(self._model)
 
     def may_ignore(self, name: str) -> bool:
-        return adapter.may_ignore(self._config, name)
+        return identity.may_ignore(self._config, name)
 
     def by_loader(self) -> Mapping[str, str]:
-        return adapter.by_loader(self._model)
+        return reload.by_loader(self._model)
 
     def objects(self) -> int:
         return 0  # reloading replaces parameters by design, and vLLM's loaders look them up
 
     def check(self, targets: TracedTargets) -> None:
         tied = self._tied
-        with adapter.on_meta(self._model):
+        with reload.on_meta(self._model):
             required = {name for name, _ in self._model.named_parameters()} - tied
             targets.check(self._destinations(tied), required)
 
     def begin(self) -> None:
-        self._kernels = adapter.begin_reload(self._model, self._config)
+        self._kernels = reload.begin_reload(self._model, self._config)
 
     def install(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        adapter.load(self._model, weights)
+        reload.load(self._model, weights)
 
     def copy(self, program: CopyProgram) -> None:
-        adapter.copy_by_module(self._model, program)
+        reload.copy_by_module(self._model, program)
 
     def finish(self) -> None:
-        kernels, self._kernels = self._kernels, []
-        adapter.finish_reload(self._model, self._config, kernels)
+        reload.finish_reload(self._model, self._config, self._kernels)
+        self._kernels = []  # kept until then: if that fails, abandon has to put them back
 
     def abandon(self) -> None:
         kernels, self._kernels = self._kernels, []
-        adapter.abandon_reload(self._model, self._config, kernels)
+        reload.abandon_reload(self._model, self._config, kernels)
 
     def _destinations(self, tied: frozenset[str]) -> dict[str, torch.Tensor]:
         """Parameters and buffers as they are at load time, those that are tied once; call it within ``on_meta``."""

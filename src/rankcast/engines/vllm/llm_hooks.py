@@ -7,41 +7,50 @@ weights that are half new. So it is told, and the request is refused before any 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from rankcast.engines.vllm.core_hooks import WHY_NOT, why_not, wrap
+from rankcast.engines.vllm.adapter import calls
+from rankcast.engines.vllm.core_hooks import WHY_NOT, wrap
 from rankcast.engines.vllm.worker_hooks import CALLS
 from rankcast.errors import StateError
 
 
 def hook_llm_engine() -> None:
     """Wrap the engine's calls; does nothing the second time."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    wrap(LLMEngine, "collective_rpc", _collective_rpc)
-    wrap(LLMEngine, "add_request", _generate)
-    wrap(LLMEngine, "step", _generate)
+    cls: Any = calls.llm_engine_class()
+    cls._rankcast_why_not = None  # what each engine keeps of its core's last answer
+    wrap(cls, "collective_rpc", _collective_rpc)
+    wrap(cls, "sleep", _sleep)
+    wrap(cls, "add_request", _generate)
+    wrap(cls, "step", _generate)
 
 
 def _collective_rpc(engine: Any, original: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
+    if method not in CALLS and method != "reset_weights":
         return original(method, *args, **kwargs)
-    finally:
-        if method in CALLS:
-            engine._rankcast_why_not = _ask(engine)
+    return _and_ask(engine, functools.partial(original, method, *args, **kwargs))
 
 
-def _ask(engine: Any) -> str | None:
+def _sleep(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _and_ask(engine, functools.partial(original, *args, **kwargs))
+
+
+def _and_ask(engine: Any, call: Callable[[], Any]) -> Any:
     """Asked after each call for weights, and kept: an engine core in a process of its own answers between steps."""
-    client = engine.engine_core
-    core = getattr(client, "engine_core", None)
-    found: str | None = client.call_utility(WHY_NOT) if core is None else why_not(core)
-    return found
+    try:
+        done = call()
+    except Exception:
+        with contextlib.suppress(Exception):  # what failed first is what the caller has to know
+            engine._rankcast_why_not = calls.ask_core(engine, WHY_NOT)
+        raise
+    engine._rankcast_why_not = calls.ask_core(engine, WHY_NOT)
+    return done
 
 
 def _generate(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    why = getattr(engine, "_rankcast_why_not", None)
-    if why is not None:
-        raise StateError(f"generate, but {why}")
+    if engine._rankcast_why_not is not None:
+        raise StateError(f"generate, but {engine._rankcast_why_not}")
     return original(*args, **kwargs)

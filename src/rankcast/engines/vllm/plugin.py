@@ -21,9 +21,9 @@ SEED_VARIABLE = "RANKCAST_ENGINE_SEED"
 def register() -> None:
     """Register the backend with vLLM; harmless when repeated.
 
-    On a release of vLLM that rankcast was not tested with, the backend is still registered, and refuses by name when an
-    engine with it is created: an unknown backend would be a much less helpful error. Where a package that rankcast
-    needs is missing it is not registered, and a warning says so: who serves without it must not notice.
+    On a release of vLLM that rankcast was not tested with, a class is registered that needs nothing of vLLM and refuses
+    by name when an engine is created: an unknown backend would be a much less helpful error. Where a package that
+    rankcast needs is missing it is not registered, and a warning says so: who serves without it must not notice.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -31,7 +31,7 @@ def register() -> None:
         logger.debug("rankcast is not registered as a weight-transfer backend: %s", missing)
         return
     try:
-        from rankcast.engines.vllm import adapter
+        from rankcast.engines.vllm.adapter import unsupported_version
         from rankcast.engines.vllm.core_hooks import hook_engine_core
         from rankcast.engines.vllm.llm_hooks import hook_llm_engine
         from rankcast.engines.vllm.worker_hooks import hook_worker
@@ -41,9 +41,13 @@ def register() -> None:
         )
         return
     os.environ.setdefault(SEED_VARIABLE, secrets.token_hex(16))
+    tested = unsupported_version() is None
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rankcast.engines.vllm.engine", "RankcastEngine")
-    if adapter.unsupported_version() is None:
+        name = "RankcastEngine" if tested else "UnsupportedEngine"
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, f"rankcast.engines.vllm.{'engine' if tested else 'unsupported'}", name
+        )
+    if tested:
         hook_worker()
         hook_engine_core()
         hook_llm_engine()

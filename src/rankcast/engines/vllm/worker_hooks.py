@@ -1,6 +1,6 @@
 """What takes the place of vLLM's worker methods when, and only when, the backend is ``rankcast``.
 
-This module knows which methods of vLLM's ``Worker`` are called by name. It must not know what the calls do. vLLM's own
+This module knows which methods of vLLM's worker are called by name. It must not know what the calls do. vLLM's own
 methods raise before any engine sees a call, on some ranks or on all, and clear their session flag on the failing rank
 only. Here a worker never raises: every rank answers, in step, with what it found, and the engine core (``core_hooks``)
 reads all answers before it concludes anything.
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rankcast.engines.vllm.plugin import BACKEND
+from rankcast.engines.vllm.adapter import calls
 from rankcast.wire.reports import Report
 
 #: vLLM's method -> the receiver's call.
@@ -24,8 +24,13 @@ CALLS = {
     "update_weights": "update",
     "finish_weight_update": "finish",
     "abort_weight_update": "abort",
+    "abandon_weight_update": "abandon",
     "disown_weight_update": "disown",
 }
+#: Those that only the engine core makes, and needs nobody's leave for.
+PRIVATE = frozenset({"abandon_weight_update", "disown_weight_update"})
+#: Those that vLLM's own worker does not have.
+ADDED = PRIVATE | {"abort_weight_update"}
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -37,25 +42,22 @@ class Reply(msgspec.Struct, frozen=True):
 
 def hook_worker() -> None:
     """Wrap the methods; does nothing the second time."""
-    from vllm.v1.worker.gpu_worker import Worker
-
+    cls = calls.worker_class()
     for method, call in CALLS.items():
-        original = getattr(Worker, method, None)
+        original = vars(cls).get(method) if method in ADDED else vars(cls)[method]
         if not getattr(original, "rankcast", False):
-            setattr(Worker, method, _wrapped(method, call, original))
+            setattr(cls, method, _wrapped(method, call, original))
 
 
 def _wrapped(method: str, call: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.vllm_config.weight_transfer_config
-        if config is None or config.backend != BACKEND:
+        if not calls.is_ours(self):
             if original is None:
                 raise AttributeError(f"{type(self).__name__} has no method {method}")
             return original(self, *args, **kwargs)
         argument = args[0] if args else next(iter(kwargs.values()), None)
         report, told = self.weight_transfer_engine.handle(call, argument)
-        # vLLM looks at its own flag before it lets go of a connection.
-        self._weight_update_active = self.weight_transfer_engine.receiver.session_open
+        calls.flag_session(self, active=self.weight_transfer_engine.receiver.session_open)
         return msgspec.json.encode(Reply(report, told)).decode()
 
     if original is not None:

@@ -1,8 +1,7 @@
-"""What vLLM does to weights inside, and how it is put right; tested with the releases of ``TESTED``.
+"""vLLM's layerwise reload, and how it is put right.
 
-This module knows vLLM's layerwise reload, its groups and its configuration, and the cures for what they get wrong. It
-must not know rankcast's protocol. vLLM is imported inside functions, so that a changed inside is an error at use, with
-a name, and not at import.
+This module knows what vLLM does to weights when it loads them again, and the cures for what it gets wrong. It must not
+know rankcast's protocol.
 
 Cures (each was silent garbage with stock vLLM 0.32 on CPU):
 
@@ -18,121 +17,21 @@ Cures (each was silent garbage with stock vLLM 0.32 on CPU):
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankcast.engines.vllm.plugin import SEED_VARIABLE
-from rankcast.errors import InstallError, UnsupportedError
-from rankcast.process import this_process
+from rankcast.errors import InstallError
 from rankcast.rollout.program import CopyProgram
-from rankcast.topology import Worker, engine_rank
-from rankcast.trace.fingerprint import Fingerprint, class_name, digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-#: Releases, as major.minor, whose insides this file was tested against.
-TESTED = ("0.32",)
 
 #: Module types of these releases that keep their parameters as they were loaded and derive nothing from them.
 IN_PLACE = frozenset({"RMSNorm"})
 
 MoeKernels = list[tuple[Any, Any]]
-
-
-def unsupported_version() -> str | None:
-    """Why this vLLM cannot be used, or ``None``."""
-    import vllm
-
-    found = str(vllm.__version__)
-    if ".".join(found.split(".")[:2]) in TESTED:
-        return None
-    return f"rankcast needs vLLM {' or '.join(TESTED)}, found {found}: install one of these, or use backend 'ipc'"
-
-
-def identity(config: VllmConfig) -> Worker:
-    """Who this worker is, asked of vLLM's own groups and configuration; call it once they are initialised."""
-    from vllm.distributed import parallel_state
-
-    parallel = config.parallel_config
-    world = parallel.world_size
-    expert = 0
-    # The expert group exists for MoE models without expert parallelism too: only the flag tells.
-    if parallel.enable_expert_parallel and parallel_state._EP is not None:
-        expert = parallel_state.get_ep_group().rank_in_group
-    seed = f"{os.environ.get(SEED_VARIABLE, '')}/{config.instance_id}"
-    return Worker(
-        engine=hashlib.blake2b(seed.encode(), digest_size=16).hexdigest(),
-        rank=engine_rank(dp_index=parallel.data_parallel_index, world_size=world, rank=parallel.rank),
-        workers=world * parallel.data_parallel_size,
-        dp=parallel.data_parallel_index,
-        pp=parallel_state.get_pp_group().rank_in_group,
-        tp=parallel_state.get_tp_group().rank_in_group,
-        ep=expert,
-        device=_device_uuid(),
-        process=this_process(),
-    )
-
-
-def _device_uuid() -> str:
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-def check_supported(config: VllmConfig) -> None:
-    """Raise ``UnsupportedError`` for what a push would get wrong without anybody noticing."""
-    parallel, model = config.parallel_config, config.model_config
-    wrong = []
-    if parallel.enable_eplb:
-        wrong.append("expert placement that is rebalanced (enable_eplb): the experts a worker holds change under way")
-    if config.lora_config is not None:
-        wrong.append("LoRA (enable_lora): its layers wrap the ones that a checkpoint names")
-    if config.speculative_config is not None:
-        wrong.append("a speculative draft model: it would stay at its old weights")
-    if model.quantization is not None:
-        wrong.append(f"quantisation ({model.quantization}): what is loaded is not what is kept")
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1:
-        wrong.append("external_launcher with data parallelism: its ranks are counted differently")
-    if wrong:
-        raise UnsupportedError(f"rankcast does not yet support {'; '.join(wrong)}: serve without it")
-
-
-def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
-    """The model's class, vLLM's version, how it is parallel, and the map of each layer's experts to their slots."""
-    import vllm
-
-    parallel, worker = config.parallel_config, identity(config)
-    maps = []
-    for layer in model.modules():
-        # A buffer of the layer, and what its loader asks.
-        manager = layer.__dict__.get("expert_map_manager")
-        for holder in (layer._buffers, layer.__dict__, {"_expert_map": getattr(manager, "_expert_map", None)}):
-            slots = holder.get("_expert_map")
-            if isinstance(slots, torch.Tensor) and not slots.is_meta:
-                maps.append(slots.tolist())
-    return Fingerprint(
-        model=class_name(model),
-        engine=f"vllm {vllm.__version__}",
-        layout=(
-            f"tp {worker.tp} of {parallel.tensor_parallel_size}, pp {worker.pp} of {parallel.pipeline_parallel_size}, "
-            f"dp {worker.dp} of {parallel.data_parallel_size}, ep {worker.ep} "
-            f"({'on' if parallel.enable_expert_parallel else 'off'})"
-        ),
-        experts=digest(maps) if maps else "",
-    )
-
-
-def may_ignore(config: VllmConfig, name: str) -> bool:
-    """Whether vLLM's loader passes over checkpoint tensor ``name`` on purpose."""
-    hf = config.model_config.hf_config
-    return (name == "lm_head.weight" and bool(getattr(hf, "tie_word_embeddings", False))) or (
-        "rotary_emb.inv_freq" in name
-    )
 
 
 @contextlib.contextmanager
@@ -314,10 +213,12 @@ def abandon_reload(model: torch.nn.Module, config: VllmConfig, kernels: MoeKerne
 
 
 def _unset_moe_kernels(model: torch.nn.Module) -> MoeKernels:
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
         return []
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     kernels: MoeKernels = []
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
