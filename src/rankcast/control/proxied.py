@@ -75,7 +75,7 @@ class ProxiedCalls:
             raise ClosedError(str(fault)) from fault
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; a call in flight fails when httpx notices, which is at its deadline at the latest."""
         self._client.close()
 
 
