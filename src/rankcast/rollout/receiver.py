@@ -43,7 +43,7 @@ from rankcast.wire.bodies import (
 )
 from rankcast.wire.codec import Codec, find_secret
 from rankcast.wire.payload import bare_entry, check_addressee, check_transport, is_bare, is_routed, pick
-from rankcast.wire.reports import Fault, Report, error_of
+from rankcast.wire.reports import UNREPORTED, Fault, Report, error_of
 
 Payload = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -167,7 +167,9 @@ class Receiver:
             except Exception as fault:  # also a bug of ours: raised here it puts the engine's replies out of step
                 answer.faults.append(Fault.of(fault))
             report = self._report(answer, time.monotonic() - started)
-            told = bool(answer.url) and self._reporter.send(answer.url, report)
+            # Each report takes part of a push's time: not where its sender was heard just before, and all is well.
+            unasked = report.call in UNREPORTED and not report.faults
+            told = bool(answer.url) and not unasked and self._reporter.send(answer.url, report)
             return report, told and not answer.raises
 
     def _act(self, answer: Answer, argument: object) -> None:

@@ -19,7 +19,7 @@ from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import EngineError
 from rankcast.topology import Worker, missing_ranks
 from rankcast.trainer.engine import Engine, Replies, WorkerFault
-from rankcast.wire.reports import Fault, Report
+from rankcast.wire.reports import UNREPORTED, Fault, Report
 
 #: How often a wait looks up, to tell the other trainer ranks that it is alive, and to hear of theirs. Seconds.
 PULSE = 1.0
@@ -161,7 +161,8 @@ class Fleet:
     ) -> Replies:
         """``each``, and then what the workers reported about ``call`` under ``key(engine)`` (a request or session).
 
-        A worker that is known and did not report is a fault: it answered in step but cannot reach the channel.
+        A worker that is known and did not report is a fault, but of a call of which only faults are reported: it
+        answered in step but cannot reach the channel.
         """
         asked = list(self.engines if engines is None else engines)
         errors = dict(self.each(call, action, asked, checked=checked))
@@ -177,7 +178,7 @@ class Fleet:
             error = errors.get(engine)
             if error is not None and not own:
                 own.append(WorkerFault.of(engine, error))
-            if error is None:
+            if error is None and call not in UNREPORTED:
                 own += self._silent(engine, came, key(engine))
             faults += own
         return Replies(tuple(reports), tuple(faults))

@@ -13,6 +13,10 @@ from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL
 
 
+#: The calls of which only faults are reported: each follows one that all workers report, and changes no weights.
+UNREPORTED = ("start", "release")
+
+
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that is wrong: the stable code of its error class, the message, and the tensor it is about, if any."""
 
