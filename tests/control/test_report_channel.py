@@ -171,6 +171,25 @@ def test_an_oversized_report_of_no_declared_length_is_cut_off(channel: ReportCha
     assert sent < 64 * 2**20
 
 
+@pytest.mark.parametrize("line", [b"X: " + b"y" * 16_000 + b"\r\n", b"y" * 16_000], ids=["headers", "one"])
+def test_a_head_without_end_is_cut_off(
+    channel: ReportChannel, make_report: Make, poster: httpx.Client, line: bytes
+) -> None:
+    url = httpx.URL(channel.url)
+    sent = 0
+    with socket.create_connection((url.host, url.port or 0), timeout=10) as connection:
+        connection.sendall(b"POST /report HTTP/1.1\r\nHost: x\r\nX-First: ")
+        with contextlib.suppress(OSError):  # closed in the sender's face
+            for _ in range(10_000):
+                connection.sendall(line)
+                sent += len(line)
+    assert sent < 64 * 2**20
+    # What comes in a body is not counted, on one connection as often as one likes.
+    for _ in range(3):
+        long = "x" * 100_000
+        assert poster.post(channel.url, json=Codec().seal(make_report(weight_version=long))).status_code == 204
+
+
 def test_a_report_that_stops_half_way_leaves_the_channel_working(
     channel: ReportChannel, make_report: Make, poster: httpx.Client
 ) -> None:

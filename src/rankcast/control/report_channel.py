@@ -15,11 +15,10 @@ from typing import Any, Self
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rankcast.control.addresses import is_loopback, listening_socket, split_listen, url_of
 from rankcast.control.report_store import ReportStore
@@ -28,6 +27,8 @@ from rankcast.errors import AuthenticationError, EngineError, LimitError, Payloa
 from rankcast.wire.codec import Codec
 from rankcast.wire.reports import Report
 
+#: The longest head of a request that is read, in bytes; framing of a body in parts counts as well.
+HEAD_LIMIT = 65536
 #: How long one report may take to arrive, in seconds; no worker tries longer than this.
 RECEIVE_SECONDS = 5.0
 _START_SECONDS = 10.0
@@ -72,11 +73,11 @@ class ReportChannel(ReportStore):
         if self._server is not None:
             return
         listener = listening_socket(self._host, self._port, backlog=_BACKLOG)
-        app = Starlette(routes=[Route("/report", self._take_in, methods=["POST"])])
         config = uvicorn.Config(
-            app,
+            self._serve,
+            interface="asgi3",
             loop="asyncio",
-            http=_Quiet,
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -116,6 +117,18 @@ class ReportChannel(ReportStore):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # One route needs no framework around it, and every report of a push is waited for.
+        assert scope["type"] == "http", "uvicorn was told of nothing else"
+        request = Request(scope, receive)
+        if scope["path"] != "/report":
+            response = _refusal(404, "payload", "reports go to /report")
+        elif request.method != "POST":
+            response = _refusal(405, "payload", "a report is posted")
+        else:
+            response = await self._take_in(request)
+        await response(scope, receive, send)
 
     async def _take_in(self, request: Request) -> Response:
         # A page in somebody's browser can post plain text to loopback, but not this type.
@@ -157,12 +170,30 @@ class _Server(uvicorn.Server):
             listener.close()
 
 
-class _Quiet(H11Protocol):
-    """Without a line in the access log for each report; uvicorn's own switch silences every server of the process."""
+class _Protocol(HttpToolsProtocol):
+    """Without a line in the access log for each report; uvicorn's own switch silences every server of the process.
+
+    Its parser is in C and reads heads without end: here they have one.
+    """
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.access_log = False
+        self._head = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > HEAD_LIMIT and not self.transport.is_closing():
+            self.send_400_response(f"a head of more than {HEAD_LIMIT:,} bytes")
+
+    def on_body(self, body: bytes) -> None:
+        self._head -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
 
 
 async def _body(request: Request) -> bytes:
@@ -187,6 +218,6 @@ def _envelope(data: bytes) -> object:
 
 def _refusal(status: int, code: str, message: str) -> Response:
     # A body that was not read to its end would be taken for the next request.
-    headers = {"Connection": "close"} if status in (408, 413, 415) else {}
+    headers = {"Connection": "close"} if status in (404, 405, 408, 413, 415) else {}
     content = json.dumps({"error": {"code": code, "message": message}})
     return Response(content, status_code=status, media_type="application/json", headers=headers)

@@ -12,7 +12,6 @@ from rankcast.manifest import Manifest
 from rankcast.topology import Worker
 from rankcast.wire.bodies import PROTOCOL
 
-
 #: The calls of which only faults are reported: each follows one that all workers report, and changes no weights.
 UNREPORTED = ("start", "release")
 
