@@ -1,4 +1,4 @@
-"""What reaches a trainer's report channel in a session: every call that proves or changes something, and every fault."""
+"""What reaches a trainer's report channel: every call that proves or changes something, and every fault."""
 
 from __future__ import annotations
 

@@ -143,6 +143,7 @@ def connect(
                 check=ranks.check,
                 alone=ranks.size == 1,
             )
+            closing.callback(fleet.close)
             speaker = Speaker(fleet, codec, channel.url, _owner())
             leading = Leading.meet(
                 speaker,

@@ -8,8 +8,8 @@ when another trainer rank has failed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +18,7 @@ from rankcast.control.client import WeightSyncClient
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import EngineError
 from rankcast.topology import Worker, missing_ranks
+from rankcast.trainer.callers import Callers
 from rankcast.trainer.engine import Engine, Replies, WorkerFault
 from rankcast.wire.reports import UNREPORTED, Fault, Report
 
@@ -49,6 +50,7 @@ class Fleet:
         alone: bool = True,
     ) -> None:
         self.engines = [Engine(client, where) for where, client in clients]
+        self.callers = Callers()
         self.worker_calls = 0
         self._channel = channel
         self._timeout = timeout
@@ -107,19 +109,18 @@ class Fleet:
         ended = self._ended
         done: queue.SimpleQueue[tuple[Engine, BaseException | None]] = queue.SimpleQueue()
 
-        def run(engine: Engine) -> None:
+        def run(engine: Engine) -> tuple[Engine, BaseException | None]:
             try:
                 with engine.turn(what, busy):
                     if ended != self._ended:
                         raise EngineError(f"{what} was not sent to {engine.where}: its session was ended before")
                     action(engine)
             except BaseException as error:
-                done.put((engine, error))
-            else:
-                done.put((engine, None))
+                return engine, error
+            return engine, None
 
         for engine in asked:
-            threading.Thread(target=run, args=(engine,), name=f"rankcast {what} {engine.where}", daemon=True).start()
+            self.callers.start(f"rankcast {what} {engine.where}", functools.partial(run, engine), done.put)
         failed: list[tuple[Engine, BaseException]] = []
         waiting = list(asked)
         deadline = time.monotonic() + patience
@@ -182,6 +183,10 @@ class Fleet:
                 own += self._silent(engine, came, key(engine))
             faults += own
         return Replies(tuple(reports), tuple(faults))
+
+    def close(self) -> None:
+        """End the threads of calls; those of calls that were given up end with them."""
+        self.callers.close()
 
     def forget(self, name: str) -> None:
         """Drop what workers reported about a session or request that is over."""

@@ -204,7 +204,7 @@ class Lead:
             )
 
         self._installing = True
-        self._pending = Pending(lambda: self._ask("install", send, sequence=turn + 1))
+        self._pending = Pending(self.fleet.callers, lambda: self._ask("install", send, sequence=turn + 1))
 
     def installed(self) -> tuple[tuple[Engine, Report], ...]:
         """Wait for the install under way, if one is; raises ``PushError`` when any worker failed."""
