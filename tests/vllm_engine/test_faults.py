@@ -382,6 +382,7 @@ def test_a_finish_that_fails_on_one_rank_alone_fails_for_all_and_the_next_update
         assert "push again" in refused(room.server, "/resume")
         push(bench, bench.b)
         assert room.server.digests() == bench.at_b.digests
+        assert room.server.get("/is_paused") == {"is_paused": True}, "the user paused it"
         push(bench, bench.a)
 
 

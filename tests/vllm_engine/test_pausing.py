@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -158,21 +158,28 @@ def test_weights_that_a_deep_sleep_dropped_are_served_by_nobody_until_a_push(ben
     assert [one["servable"] for one in bench.server.flags()] == [False] * bench.layout.tp
     assert [one["version"] for one in bench.server.flags()] == [""] * bench.layout.tp
     push(bench, bench.b)
+    assert bench.server.get("/is_paused") == {"is_paused": True}, "whoever sent it to sleep wakes it"
     assert bench.server.post("/resume").status_code == 200
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said
 
 
 def test_a_trainer_that_shares_the_engine_s_devices_pushes_between_two_wakings(bench: Bench) -> None:
+    def between(push_now: Callable[[], object]) -> None:
+        assert bench.server.post("/sleep", level="2").status_code == 200
+        assert bench.server.post("/wake_up", tags="weights").status_code == 200
+        push_now()
+        assert bench.server.get("/is_paused") == {"is_paused": True}, "its cache is still asleep"
+        assert "wake_up" in refused(bench.server, "/resume")
+        assert bench.server.post("/wake_up", tags="kv_cache").status_code == 200
+        assert bench.server.get("/is_paused") == {"is_paused": False}
+        assert bench.server.digests() == bench.at_b.digests
+        assert bench.server.probe() == bench.at_b.said
+
+    between(lambda: push(bench, bench.b))
     with rankcast.connect(bench.server.url, bench.b, timeout=60) as sync:
-        for number in range(2):
-            assert bench.server.post("/sleep", level="2").status_code == 200
-            assert bench.server.post("/wake_up", tags="weights").status_code == 200
-            sync.push(weight_version=f"b {number}")
-            assert bench.server.post("/wake_up", tags="kv_cache").status_code == 200
-            assert bench.server.get("/is_paused") == {"is_paused": False}
-            assert bench.server.digests() == bench.at_b.digests
-            assert bench.server.probe() == bench.at_b.said
+        between(lambda: sync.push(weight_version="b"))
+        between(lambda: sync.push(weight_version="b again"))
 
 
 def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> None:

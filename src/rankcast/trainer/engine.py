@@ -83,12 +83,13 @@ class Engine:
         self.workers = {report.worker.rank: report.worker for report in reports}
 
     def take_over(self, reports: Iterable[Report]) -> None:
-        """A dead trainer's session, or a failed push, left this engine paused: resuming it is now up to us.
+        """A trainer that died, or whose push failed, left this engine paused: resuming it is now up to us.
 
-        Not while another trainer holds it, and not when the user had paused it before our own push failed.
+        Not while another trainer holds it, and not when the user had paused it before our own push failed. That weights
+        are incomplete says nothing of whose the pause is: an engine may have lost them in its sleep.
         """
         ours = (report for report in reports if all(fault.code != LeaseError.code for fault in report.faults))
-        if not self.paused_by_user and any(r.orphaned or r.ended or not r.servable for r in ours):
+        if not self.paused_by_user and any(r.orphaned or r.ended for r in ours):
             self.paused_by_us = True
 
 

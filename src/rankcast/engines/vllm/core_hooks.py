@@ -72,6 +72,8 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     why = why_not(core)
     if why is not None:
         raise StateError(f"resume, but {why}")
+    if calls.is_asleep(core):
+        raise StateError("resume, but this engine sleeps, or a part of it: POST /wake_up first, which resumes it")
     return original(*args, **kwargs)
 
 

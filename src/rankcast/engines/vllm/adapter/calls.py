@@ -75,6 +75,11 @@ def activity(core: Any) -> Activity:
     )
 
 
+def is_asleep(core: Any) -> bool:
+    """Whether any of an engine core's memory is asleep: weights, or the cache without which nothing can run."""
+    return bool(core.model_executor.is_sleeping)
+
+
 def pause_runs_model(core: Any, mode: str) -> bool:
     """Whether a pause makes the model run: to drain what is in flight, or so that data-parallel ranks agree on it."""
     from vllm.v1.engine.core import DPEngineCoreProc
