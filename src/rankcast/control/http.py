@@ -18,7 +18,7 @@ import msgspec
 
 from rankcast.control.addresses import engine_url, shown_url
 from rankcast.control.client import Payload
-from rankcast.control.egress import exchange_with
+from rankcast.control.egress import TlsVerify, exchange_with
 from rankcast.control.exchange import (
     BrokenConnectionError,
     Call,
@@ -60,7 +60,7 @@ class HttpClient:
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        tls_verify: bool = True,
+        tls_verify: TlsVerify = True,
         timeout: float = 300.0,
         sign: Callable[[str, bytes], str] | None = None,
     ) -> None:
@@ -214,8 +214,8 @@ class HttpClient:
         except UntrustedError as fault:
             raise self._error(
                 route,
-                f"its certificate is not trusted ({fault}): name who signed it in SSL_CERT_FILE, or pass "
-                "tls_verify=False",
+                f"its certificate is not trusted ({fault}): name the file of who signed it, by tls_verify= or in "
+                "SSL_CERT_FILE, or pass tls_verify=False",
             ) from fault
         except UnreachableError as fault:
             raise self._error(
