@@ -44,6 +44,10 @@ _MAC = MAC_HEADER.encode()
 V = TypeVar("V")
 
 
+class NoRouteError(Exception):
+    """The cause of an ``EngineError``: whoever answers does not know the route at all."""
+
+
 class HttpClient:
     """A ``WeightSyncClient`` over HTTP, with every optional call, on one kept connection per concurrent caller.
 
@@ -232,7 +236,8 @@ class HttpClient:
                 route, f"answered {answer.status} in the encoding {answer.encoding!r}, which it was not asked for"
             )
         if answer.status // 100 != 2:
-            raise self._error(route, f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}")
+            what = f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}"
+            raise self._error(route, what) from (NoRouteError(route) if answer.status == 404 else None)
         return answer.body
 
     def _object(self, route: str, reply: bytes) -> dict[str, Any]:
