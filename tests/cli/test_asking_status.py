@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rankcast
+from control.raw_server import Peer, RawServer, answer
 from rankcast.control.http import HttpClient
 from rankcast.control.inprocess import InProcessClient
 from rankcast.control.status import EngineStatus, WorkerStatus, ask_status, conclude
@@ -61,6 +62,20 @@ def test_weights_that_workers_attested_and_nobody_published_are_not_published() 
     assert "'8' installed and calls it '7': not published" in fleet.problems[0]
     without_a_name = conclude([engine(weight_version=None, workers=(row(attested_version="8", weight_version=""),))])
     assert without_a_name.weight_version == ""
+
+
+def without_routes(peer: Peer) -> None:
+    while peer.request():
+        peer.say(answer(b'{"detail": "Not Found"}', "404 Not Found"))
+
+
+def test_a_server_without_the_routes_is_asked_once_and_says_once_how_it_gets_them() -> None:
+    with RawServer(without_routes) as server, HttpClient(server.url) as client:
+        [status] = ask_status([(server.url, client)], Codec())
+    assert status.reachable
+    assert [fault.message.count("VLLM_SERVER_DEV_MODE=1") for fault in status.faults] == [1]
+    assert [request.split()[1] for request in server.asked] == [b"/init_weight_transfer_engine"]
+    assert len(conclude([status]).problems) == 1
 
 
 def test_an_unusable_worker_is_named() -> None:

@@ -204,6 +204,17 @@ def test_a_secret_that_the_engine_does_not_have_is_an_error_that_speaks_of_secre
     assert "RANKCAST_SECRET" in ran.words
 
 
+@pytest.mark.parametrize("command", [["push", "step-1"], ["status"]], ids=lambda command: command[0])
+def test_the_url_for_openai_s_clients_is_refused_with_the_one_to_give(
+    run, fleet_url: str, checkpoint_dirs: dict[str, Path], command: list[str]
+) -> None:
+    ran = run(command[0], *(checkpoint_dirs[name] for name in command[1:]), f"{fleet_url}/v1")
+    assert (ran.code, ran.out) == (1, "")
+    assert f"'{fleet_url}/v1' is where OpenAI's clients find this engine" in ran.words
+    assert f"give {fleet_url}" in ran.words
+    assert "VLLM_SERVER_DEV_MODE" not in ran.words
+
+
 def test_a_push_on_a_terminal_keeps_one_live_line_and_stdout_clean(
     fleet_url: str, checkpoint_dirs: dict[str, Path]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import certifi
 import httpx
 import pytest
 
@@ -296,6 +297,30 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_unless_it_is_not_asked
         client.resume()
     assert len(https_engine.asked) == 2
     assert len(https_engine.peers) == 2  # the one that was refused, and one for both calls
+
+
+def test_a_certificate_that_the_caller_names_is_trusted(https_engine: RawServer) -> None:
+    for named in (CERTIFICATE, str(CERTIFICATE)):
+        with HttpClient(https_engine.url, tls_verify=named) as client:
+            client.resume()
+    assert len(https_engine.asked) == 2
+
+
+def test_what_the_caller_names_is_trusted_in_the_place_of_what_the_environment_names(
+    https_engine: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    with HttpClient(https_engine.url, tls_verify=certifi.where()) as client:
+        with pytest.raises(EngineError, match=UNTRUSTED):
+            client.resume()
+    assert https_engine.asked == []
+
+
+@pytest.mark.parametrize("named", ["", "absent.pem", ".", __file__])
+def test_certificates_that_cannot_be_read_are_said_at_once(named: str) -> None:
+    with pytest.raises(EngineError, match=r"^https://engine.invalid .*cannot be read .* PEM form$") as caught:
+        HttpClient("https://engine.invalid", tls_verify=named)
+    assert f"tls_verify={named!r}" in str(caught.value)
 
 
 def tunnel(peer: Peer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -372,6 +373,22 @@ def test_what_is_no_url_is_refused_without_its_password(url: str) -> None:
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(EngineError, match=r"is no engine's URL"):
         HttpClient(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "engine"),
+    [
+        ("http://host:8000/v1", "http://host:8000"),
+        ("http://me:hush@host:8000/v1/", "http://host:8000"),
+        ("https://[::1]/v1", "https://[::1]"),
+        ("https://gateway/fleet/a/v1", "https://gateway/fleet/a"),
+    ],
+)
+def test_the_url_that_openai_s_clients_are_given_is_refused_with_the_engine_s_own(url: str, engine: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(f"'{engine}/v1' is where OpenAI's clients")) as caught:
+        HttpClient(url)
+    assert str(caught.value).endswith(f"give {engine}")
+    assert "hush" not in str(caught.value)
 
 
 def test_proxies_of_the_environment_are_not_asked_for_loopback(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-#: What pages write for an engine's address and for a checkpoint's path.
-URL, CHECKPOINT = "http://127.0.0.1:8000", "CHECKPOINT"
+from control.raw_server import CERTIFICATE
+
+#: What pages write for an engine's address, for the same behind TLS, for who signed its certificate, and for a
+#: checkpoint's path.
+URL, SECURE_URL, AUTHORITY, CHECKPOINT = (
+    "http://127.0.0.1:8000",
+    "https://127.0.0.1:8443",
+    "engine-ca.pem",
+    "CHECKPOINT",
+)
 
 #: The command line, run as a user does.
 RANKCAST = [sys.executable, "-m", "rankcast"]
@@ -25,12 +33,21 @@ class Surroundings:
     """The placeholders' values, and a trainer's module that fits the engine."""
 
     url: str
+    secure_url: str
     checkpoint: Path
     model: Callable[[], nn.Module]
 
     def fill(self, text: str) -> str:
         """``text`` with real values in place of the placeholders."""
-        return text.replace(URL, self.url).replace(CHECKPOINT, str(self.checkpoint))
+        values = {
+            URL: self.url,
+            SECURE_URL: self.secure_url,
+            AUTHORITY: str(CERTIFICATE),
+            CHECKPOINT: str(self.checkpoint),
+        }
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        return text
 
 
 def train_step(model: nn.Module) -> None:

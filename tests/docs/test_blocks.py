@@ -1,7 +1,8 @@
 """Every fenced block of the README and of docs/ is run, or read by what reads it in earnest.
 
-Python blocks of a page run one after another in one namespace. Commands run, or where they last too long, are parsed by
-the command line's own parser. JSON goes through the decoder that its fence names. Only ``text`` is not looked at.
+Python blocks of a page run one after another in one namespace, those for ``torchrun`` each by itself. Commands run, or
+where they last too long, are parsed by the command line's own parser. JSON goes through the decoder that its fence
+names. Only ``text`` is not looked at.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +22,7 @@ import pytest
 import typer.main
 
 from docs.markdown_pages import PAGES, ROOT, Block, blocks, name_of
-from docs.surroundings import RANKCAST, Surroundings, train_step
+from docs.surroundings import RANKCAST, URL, Surroundings, train_step
 from fleets import environment
 from rankcast.cli import app
 from rankcast.engines.reference.layout import Layout
@@ -32,6 +36,10 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SECONDS = 120.0
 #: These run until they are told to end, or longer than an example may: their options are parsed.
 LASTING = {"demo", "reference-server"}
+#: The second word of a block that is a trainer's script of several ranks.
+TORCHRUN = "torchrun"
+#: What such a script takes from its reader.
+MY_TRAINER = Path(__file__).with_name("my_trainer.py")
 
 
 def of(language: str) -> list[Block]:
@@ -50,12 +58,31 @@ def test_python_runs(page: str, surroundings: Surroundings, monkeypatch: pytest.
     namespace: dict[str, Any] = {"__name__": "page", "model": surroundings.model(), "train_step": train_step}
     ran = 0
     for block in of("python"):
-        if block.page == page:
+        if block.page == page and TORCHRUN not in block.words:
             # As many empty lines before it as the page has, so that a traceback names the page's own line.
             text = "\n" * (block.line - 1) + surroundings.fill(block.text)
             exec(compile(text, page, "exec"), namespace)
             ran += 1
     assert ran
+
+
+def test_a_trainer_of_several_ranks_runs_by_its_page_s_command(surroundings: Surroundings, tmp_path: Path) -> None:
+    (script,) = [block for block in of("python") if TORCHRUN in block.words]
+    (line,) = [line for block in of("sh") for line in block.text.splitlines() if line.startswith("torchrun ")]
+    arguments = shlex.split(line)[1:]
+    (tmp_path / arguments[-1]).write_text(surroundings.fill(script.text))
+    shutil.copy(MY_TRAINER, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [text.split(":")[0] for text in done.stdout.splitlines()] == ["step-0", "step-1", "step-2"]
+    assert status(surroundings.url)["weight_version"] == "step-2"
 
 
 def test_the_readmes_trainer_pushed_into_the_engine(
@@ -77,16 +104,25 @@ def test_commands_run(block: Block, surroundings: Surroundings) -> None:
     assert lines
     for line in lines:
         words = shlex.split(line, comments=True)
+        variables = {}
+        while words[0] != "VLLM_SERVER_DEV_MODE=1" and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = surroundings.fill(value)
         match words:
             case ["make", target]:
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
             case ["rankcast", command, *arguments]:
                 parsed(command, arguments)
                 if command not in LASTING:
-                    run([command, *shlex.split(surroundings.fill(shlex.join(arguments)))])
+                    run([command, *shlex.split(surroundings.fill(shlex.join(arguments)))], variables)
             case ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", _, "--weight-transfer-config", config]:
                 # The same is started in earnest by tests/vllm_engine.
                 assert json.loads(config) == {"backend": BACKEND}
+            case ["curl", "-X", "POST", url]:
+                # Only vLLM has these routes; tests/vllm_engine sends the page's own requests.
+                assert url.startswith(f"{URL}/"), line
+            case ["torchrun", *_]:
+                pass  # in a test of its own, with its script
             case ["pip", "install", "."]:
                 assert (ROOT / "pyproject.toml").is_file()
             case ["export", setting]:
@@ -116,9 +152,14 @@ def parsed(command: str, arguments: list[str]) -> dict[str, Any]:
         return dict(context.params)
 
 
-def run(arguments: list[str]) -> str:
+def run(arguments: list[str], variables: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        [*RANKCAST, *arguments], capture_output=True, text=True, timeout=SECONDS, env=environment(), cwd=ROOT
+        [*RANKCAST, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**environment(), **(variables or {})},
+        cwd=ROOT,
     )
     assert done.returncode == 0, f"rankcast {shlex.join(arguments)}\n{done.stdout}{done.stderr}"
     return done.stdout

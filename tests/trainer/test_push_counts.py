@@ -13,6 +13,7 @@ import rankcast
 from checkpoints import as_torch
 from fleets_inprocess import Fleet, Stream, Trained, WatchedClient
 from rankcast import ModuleSource, PushError, Receiver
+from rankcast.rollout.connection import Prepared
 from rankcast.trainer import exports, planning
 from rankcast.trainer.sources import sharing
 from trainer.two_engines import CONFIG, LAYOUT, NEW, NEXT, OLD, Two, connect
@@ -198,6 +199,24 @@ def test_an_install_that_is_repeated_on_the_way_is_counted_once(fleet: Fleet) ->
         assert once.worker_calls == sum(row.calls for row in once.workers) > 0
         assert again.worker_calls == once.worker_calls
         assert fleet.differences(NEW) == []
+
+
+@pytest.mark.parametrize("mode", ["ranklocal", "broadcast", "direct"])
+def test_bytes_are_those_that_each_worker_says_it_read_and_not_the_plan_s(
+    fleet: Fleet, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(fleet.receivers, Trained(NEW, "float32"), mode=mode) as sync:
+        before = sync.push("1")
+        carries = Prepared.carries
+
+        def one_byte_more(self: Prepared, number: int) -> tuple[int, int]:
+            tensors, nbytes = carries(self, number)
+            return tensors, nbytes + 1
+
+        monkeypatch.setattr(Prepared, "carries", one_byte_more)
+        report = sync.push("2")
+    assert [row.nbytes for row in report.workers] == [row.nbytes + row.calls for row in before.workers]
+    assert report.nbytes == sum(row.nbytes for row in report.workers) > before.nbytes
 
 
 def test_the_report_says_how_many_tensors_and_bytes_went_which_way_and_why(fleet: Fleet) -> None:

@@ -52,7 +52,7 @@ _MOE: Config = {
 }
 _CONFIGS: dict[str, Config] = {
     "moe": _MOE,
-    # 48 is padded to 64 by one rank, and 24 to 32 by each of two.
+    # 48 is padded to 64 by one rank or where experts are spread, and 24 to 32 by each of two.
     "padded": {**_MOE, "moe_intermediate_size": 48},
     "tied": {
         **_SHARED,

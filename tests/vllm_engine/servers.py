@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * place + 3) % 500 for place in range(300)),
 )
 
-#: Where torch keeps what it has compiled, for all servers of one run: each would compile the same for half a minute.
+#: Where torch keeps what an engine in the process of the tests has compiled.
 _COMPILED = tempfile.TemporaryDirectory(prefix="vc-")
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -131,11 +132,22 @@ def started_server(
     backend: str = "rankcast",
     extra: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    certificate: Path | None = None,
+    api_key: str | None = None,
 ) -> Iterator[VllmServer]:
     """A server of ``checkpoint`` that answers; raises ``RuntimeError`` with the end of its log when it does not start.
 
-    ``extra`` are further arguments, ``environment`` goes over the usual one.
+    ``extra`` are further arguments, ``environment`` goes over the usual one. With ``certificate``, a file with its key
+    as well, it speaks TLS, and with ``api_key`` it wants that of whoever generates; the record's client has both.
     """
+    trust: ssl.SSLContext | bool = True
+    headers: dict[str, str] = {}
+    if certificate is not None:
+        trust = ssl.create_default_context(cafile=certificate)
+        extra = [*extra, "--ssl-keyfile", str(certificate), "--ssl-certfile", str(certificate)]
+    if api_key is not None:
+        headers = bearer(api_key)
+        extra = [*extra, "--api-key", api_key]
     room = Path(tempfile.mkdtemp(prefix="vt-"))
     before = _leftovers()
     try:
@@ -145,8 +157,10 @@ def started_server(
             process = _spawn(checkpoint, layout, backend, extra, environment or {}, port, room, log)
             try:
                 # After a 500 vLLM's server closes the connection, now or a little later: none is used twice.
-                with httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-                    server = VllmServer(f"http://127.0.0.1:{port}", process.pid, log, process, client)
+                limits = httpx.Limits(max_keepalive_connections=0)
+                with httpx.Client(trust_env=False, limits=limits, verify=trust, headers=headers) as client:
+                    scheme = "http" if certificate is None else "https"
+                    server = VllmServer(f"{scheme}://127.0.0.1:{port}", process.pid, log, process, client)
                     if _came_up(server):
                         yield server
                         return
@@ -162,6 +176,11 @@ def started_server(
             path.unlink(missing_ok=True)
 
 
+def bearer(api_key: str) -> dict[str, str]:
+    """The header in which a server's ``--api-key`` comes."""
+    return {"Authorization": f"Bearer {api_key}"}
+
+
 def environment_of(patches: Sequence[str] = ()) -> dict[str, str]:
     """What vLLM needs on a machine without network, and what these tests need in every one of its processes."""
     return {
@@ -169,6 +188,8 @@ def environment_of(patches: Sequence[str] = ()) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SOURCE), str(SOURCE.parent / "tests")]),
+        # Every new process would spend ten seconds on compiling how log-probs are ranked; no weight comes near that.
+        "TORCHDYNAMO_DISABLE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",

@@ -11,13 +11,17 @@ import rankcast
 from vllm_engine.conftest import Checkpoints, Reference
 from vllm_engine.inprocess import digests, flags, probe, started_llm
 from vllm_engine.models import FAMILIES
-from vllm_engine.servers import TP1, TP2, Layout
+from vllm_engine.servers import TP1, TP2, TP2_EP, Layout
 
 pytestmark = pytest.mark.vllm
 
 IDLE = {"active": False, "state": "idle", "servable": True, "on_meta": 0, "half_loaded": 0, "kernels_absent": 0}
-# The servers of the other tests have "moe" at TP2.
-CASES = [*((family, TP1) for family in FAMILIES), *((family, TP2) for family in ("padded", "tied", "latent"))]
+# The servers of the other tests have "moe" at TP2 and with its experts spread.
+CASES = [
+    *((family, TP1) for family in FAMILIES),
+    *((family, TP2) for family in ("padded", "tied", "llama", "latent")),
+    ("padded", TP2_EP),
+]
 
 
 def idle(llm: Any) -> bool:

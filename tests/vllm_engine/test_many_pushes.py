@@ -1,18 +1,23 @@
-"""Twenty pushes in a row under load: no request fails, and nothing in any process of the server grows."""
+"""Twenty pushes in a row under load: no request fails, and nothing grows in the server's processes or the trainer."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
 
 import pytest
 
+import rankcast
 from end_to_end.seen import wait_until
+from shared_memory import names
 from vllm_engine.conftest import Bench
 from vllm_engine.servers import PROMPTS, VllmServer
+from vllm_engine.test_direct import Policy
 from vllm_engine.test_servers import push
 
 pytestmark = pytest.mark.vllm
@@ -23,20 +28,42 @@ BEGINNINGS, TOKENS = PROMPTS[:2], 40
 #: Allocators keep and give back some memory as they like; a checkpoint of these has about 2 MiB.
 SLACK_KIB = 8 * 1024
 
+#: A push of B at even turns, of A at odd ones.
+Push = Callable[[int], rankcast.PushReport]
 
-def memory(server: VllmServer) -> dict[int, int]:
+
+@contextmanager
+def a_connection_for_each(bench: Bench) -> Iterator[Push]:
+    """Everything is staged, and everything is let go of after each push."""
+    yield lambda turn: push(bench, (bench.b, bench.a)[turn % 2], bucket_bytes=200_000)
+
+
+@contextmanager
+def one_connection_for_all(bench: Bench) -> Iterator[Push]:
+    """As a trainer does it: the workers copy out of its module's own memory, which changes between the pushes."""
+    policy = Policy("moe")
+    with rankcast.connect(bench.server.url, policy, mode="auto", timeout=60) as sync:
+
+        def pushed(turn: int) -> rankcast.PushReport:
+            policy.become("ba"[turn % 2])
+            return sync.push(weight_version=str(turn))
+
+        yield pushed
+
+
+def memory(pids: list[int]) -> dict[int, int]:
     """KiB of memory of its own that each process holds."""
     found = {}
-    for pid in server.pids():
+    for pid in pids:
         rows = (Path("/proc") / str(pid) / "status").read_text().splitlines()
         found[pid] = sum(int(row.split()[1]) for row in rows if row.startswith(("RssAnon:", "RssShmem:")))
     return found
 
 
-def opened(server: VllmServer) -> dict[int, Counter[str]]:
+def opened(pids: list[int]) -> dict[int, Counter[str]]:
     """How many descriptors of each kind each process has, and how many mappings of shared memory."""
     found = {}
-    for pid in server.pids():
+    for pid in pids:
         kinds: Counter[str] = Counter()
         folder = Path("/proc") / str(pid) / "fd"
         for descriptor in os.listdir(folder):
@@ -79,28 +106,47 @@ class Asking:
         self._thread.join(60)
 
 
-def test_twenty_pushes_under_load_leave_nothing_behind(bench: Bench) -> None:
-    server = bench.server
-    # On some machines vLLM keeps a compiled matrix product for every number of tokens that it ever took at once, and
-    # what is in flight at a push is taken again as a whole: all that two of them can come to, before anything counts.
+@pytest.fixture(scope="session")
+def warm(bench: Bench) -> Bench:
+    """A server that has taken every number of tokens at once that may come to it here.
+
+    On some machines vLLM keeps a compiled matrix product for each of them, and what is in flight at a push is taken
+    again as a whole: all that two requests can come to, before anything counts.
+    """
     for tokens in range(1, 2 * (max(map(len, BEGINNINGS)) + TOKENS) + 1):
-        server.generate([1 + token % 50 for token in range(tokens)], 1)
-    with Asking(server) as first, Asking(server) as second:
-        for turn in range(4):  # until allocators and connections have what they keep
-            push(bench, (bench.b, bench.a)[turn % 2], bucket_bytes=200_000)
-    assert first.failures == second.failures == []
-    server.probe()
-    held, had = memory(server), opened(server)
-    with Asking(server) as first, Asking(server) as second:
-        for turn in range(PUSHES):
-            report = push(bench, (bench.b, bench.a)[turn % 2], bucket_bytes=200_000)
-            assert report.rounds > 3
-    assert first.failures == second.failures == []
-    assert min(first.answered, second.answered) > 2
-    assert server.digests() == bench.at_a.digests
-    assert server.probe() == bench.at_a.said
-    now = memory(server)
-    grown = {pid: now[pid] - held[pid] for pid in held}
-    assert all(kib < SLACK_KIB for kib in grown.values()), grown
-    # A connection that nobody uses is closed by the server some seconds later.
-    wait_until(lambda: all(now <= had[pid] for pid, now in opened(server).items()))
+        bench.server.generate([1 + token % 50 for token in range(tokens)], 1)
+    return bench
+
+
+@pytest.mark.parametrize("pushing", [a_connection_for_each, one_connection_for_all], ids=lambda made: made.__name__)
+def test_twenty_pushes_under_load_leave_nothing_behind(
+    warm: Bench, pushing: Callable[[Bench], AbstractContextManager[Push]]
+) -> None:
+    server = warm.server
+    before = names(orphans=False)
+    with pushing(warm) as pushed:
+        with Asking(server) as first, Asking(server) as second:
+            for turn in range(4):  # until allocators and connections have what they keep
+                pushed(turn)
+        assert first.failures == second.failures == []
+        server.probe()
+        everyone = [*server.pids(), os.getpid()]
+        held, had, named = memory(everyone), opened(everyone), names(orphans=False)
+        with Asking(server) as first, Asking(server) as second:
+            reports = [pushed(turn) for turn in range(PUSHES)]
+        assert first.failures == second.failures == []
+        assert min(first.answered, second.answered) > 2
+        assert server.digests() == warm.at_a.digests
+        assert server.probe() == warm.at_a.said
+        now = memory(everyone)
+        grown = {pid: now[pid] - held[pid] for pid in held}
+        assert all(kib < SLACK_KIB for kib in grown.values()), grown
+        # A connection that nobody uses is closed by the server some seconds later.
+        wait_until(lambda: all(now <= had[pid] for pid, now in opened(everyone).items()))
+        assert names(orphans=False) <= named
+        for report in reports:
+            if pushing is one_connection_for_all:
+                assert report.direct_tensors == report.tensors
+            else:
+                assert report.rounds > 3
+    assert names(orphans=False) <= before

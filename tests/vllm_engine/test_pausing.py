@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from contextlib import contextmanager
 import pytest
 
 import rankcast
+from docs.markdown_pages import ROOT, blocks
+from docs.surroundings import CHECKPOINT, URL
 from vllm_engine.conftest import Bench
 from vllm_engine.servers import PROMPTS, TP1, TP2, VllmServer
 from vllm_engine.test_faults import refused
-from vllm_engine.test_servers import push
+from vllm_engine.test_servers import command, push
 
 pytestmark = [
     pytest.mark.vllm,
@@ -180,6 +183,24 @@ def test_a_trainer_that_shares_the_engine_s_devices_pushes_between_two_wakings(b
     with rankcast.connect(bench.server.url, bench.b, timeout=60) as sync:
         between(lambda: sync.push(weight_version="b"))
         between(lambda: sync.push(weight_version="b again"))
+
+
+def test_the_page_s_commands_for_a_server_that_sleeps_end_with_the_new_weights_served(bench: Bench) -> None:
+    (block,) = [block for block in blocks(ROOT / "docs" / "vllm.md") if "/sleep?" in block.text]
+    said = []
+    for line in block.text.replace(CHECKPOINT, str(bench.b)).splitlines():
+        match shlex.split(line.replace(URL, bench.server.url), comments=True):
+            case ["curl", "-X", "POST", url]:
+                said.append(bench.server.client.post(url, timeout=60).json())
+            case ["rankcast", *arguments]:
+                done = command(*arguments)
+                assert done.returncode == 0, done.stderr
+            case other:
+                assert other == []
+    assert [one["status"] for one in said] == ["sleeping", "sleeping", "awake"]
+    assert bench.server.get("/is_paused") == {"is_paused": False}
+    assert bench.server.digests() == bench.at_b.digests
+    assert bench.server.probe() == bench.at_b.said
 
 
 def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> None:

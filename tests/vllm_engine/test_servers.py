@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import rankcast
 from fleets import environment
 from vllm_engine.conftest import Bench
+from vllm_engine.models import weights_of
 from vllm_engine.servers import TP1, TP2
 
 pytestmark = pytest.mark.vllm
@@ -20,6 +22,17 @@ pytestmark = pytest.mark.vllm
 ON_TP1_AND_TP2 = pytest.mark.parametrize(
     "bench", [TP1, TP2], indirect=True, ids=lambda layout: layout.name, scope="session"
 )
+
+
+EXPERTS = 8
+#: The bytes of each tensor of either checkpoint.
+SIZES = {name: tensor.nbytes for name, tensor in weights_of("moe", "b").items()}
+
+
+def expert_of(name: str) -> int | None:
+    """Which expert a tensor belongs to."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def push(bench: Bench, checkpoint: Path, **options: Any) -> rankcast.PushReport:
@@ -84,16 +97,20 @@ def test_rank_local_entries_spare_each_worker_what_it_does_not_keep(bench: Bench
     assert bench.server.digests() == bench.at_b.digests
     push(bench, bench.a)
     broadcast, ranklocal = reports["broadcast"], reports["ranklocal"]
+    # As each worker says itself.
     read = {mode: [row.nbytes for row in report.workers] for mode, report in reports.items()}
     assert broadcast.requests == ranklocal.requests
     assert ranklocal.worker_calls <= broadcast.worker_calls
-    if bench.layout.expert_parallel:
-        # Of what the experts weigh, and that is more than half of all, each worker reads its half.
-        assert all(
-            mine < 0.75 * all_of_it for mine, all_of_it in zip(read["ranklocal"], read["broadcast"], strict=True)
-        )
-    else:
-        assert read["ranklocal"] == read["broadcast"]
+    tp = bench.layout.tp
+    assert read["broadcast"] == [sum(SIZES.values())] * tp
+    # Of the experts, which weigh more than half of all, a worker reads its own where they are spread.
+    share = EXPERTS // tp
+    own = [range(rank * share, (rank + 1) * share) for rank in range(tp)]
+    if not bench.layout.expert_parallel:
+        own = [range(EXPERTS)] * tp
+    assert read["ranklocal"] == [
+        sum(size for name, size in SIZES.items() if expert_of(name) is None or expert_of(name) in mine) for mine in own
+    ]
     # One entry a worker instead of one for all: more bytes of requests, by less than the number of workers.
     assert broadcast.request_bytes < ranklocal.request_bytes or bench.layout.tp == 1
     assert ranklocal.request_bytes < (bench.layout.tp + 1) * broadcast.request_bytes

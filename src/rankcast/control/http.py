@@ -18,7 +18,7 @@ import msgspec
 
 from rankcast.control.addresses import engine_url, shown_url
 from rankcast.control.client import Payload
-from rankcast.control.egress import exchange_with
+from rankcast.control.egress import TlsVerify, exchange_with
 from rankcast.control.exchange import (
     BrokenConnectionError,
     Call,
@@ -44,6 +44,10 @@ _MAC = MAC_HEADER.encode()
 V = TypeVar("V")
 
 
+class NoRouteError(Exception):
+    """The cause of an ``EngineError``: whoever answers does not know the route at all."""
+
+
 class HttpClient:
     """A ``WeightSyncClient`` over HTTP, with every optional call, on one kept connection per concurrent caller.
 
@@ -60,7 +64,7 @@ class HttpClient:
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        tls_verify: bool = True,
+        tls_verify: TlsVerify = True,
         timeout: float = 300.0,
         sign: Callable[[str, bytes], str] | None = None,
     ) -> None:
@@ -214,8 +218,8 @@ class HttpClient:
         except UntrustedError as fault:
             raise self._error(
                 route,
-                f"its certificate is not trusted ({fault}): name who signed it in SSL_CERT_FILE, or pass "
-                "tls_verify=False",
+                f"its certificate is not trusted ({fault}): name the file of who signed it, by tls_verify= or in "
+                "SSL_CERT_FILE, or pass tls_verify=False",
             ) from fault
         except UnreachableError as fault:
             raise self._error(
@@ -232,7 +236,8 @@ class HttpClient:
                 route, f"answered {answer.status} in the encoding {answer.encoding!r}, which it was not asked for"
             )
         if answer.status // 100 != 2:
-            raise self._error(route, f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}")
+            what = f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}"
+            raise self._error(route, what) from (NoRouteError(route) if answer.status == 404 else None)
         return answer.body
 
     def _object(self, route: str, reply: bytes) -> dict[str, Any]:

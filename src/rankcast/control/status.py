@@ -20,7 +20,7 @@ import msgspec
 from rankcast.control.addresses import facing
 from rankcast.control.client import WeightSyncClient, capability
 from rankcast.control.exchange import NoAnswerError
-from rankcast.control.http import HttpClient
+from rankcast.control.http import HttpClient, NoRouteError
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import EngineError, RankcastError
 from rankcast.session import OPEN
@@ -214,7 +214,7 @@ def _ask(where: str, client: WeightSyncClient, channel: ReportChannel | Rankcast
     version: str | None = None
     paused: bool | None = None
     faults: list[Fault] = []
-    reachable = True
+    reachable = known = True
     try:
         if isinstance(channel, ReportChannel):
             reports = _identify(client, channel, codec)
@@ -224,9 +224,10 @@ def _ask(where: str, client: WeightSyncClient, channel: ReportChannel | Rankcast
     except Exception as error:
         faults.append(Fault.of(error, other="engine"))
         reachable = not _is_silence(error)
+        known = not isinstance(error.__cause__, NoRouteError)
     try:
-        # An engine that did not answer once need not be waited for three times.
-        if reachable:
+        # One that did not answer need not be waited for three times, nor one without the routes say so three times.
+        if reachable and known:
             version = _version(_optional(client, "weight_info"))
             paused = _optional(client, "is_paused")
     except Exception as error:

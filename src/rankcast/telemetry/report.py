@@ -9,7 +9,7 @@ import msgspec
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """What one worker got in one push. ``nbytes`` is what it was told to read, ``calls`` the installs that did it."""
+    """What one worker got in one push. ``nbytes`` is what it says that it read, ``calls`` the installs that did it."""
 
     engine: str
     where: str
@@ -40,8 +40,8 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One published push.
 
     ``transport`` is how the bytes went: ``shm``, ``file``, or ``file+shm``. ``seconds`` is the whole push as this
-    trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes`` is what all workers together were told
-    to read, ``direct_nbytes`` the part of it by route.
+    trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes`` is what all workers together say that
+    they read, ``direct_nbytes`` what they were told to read by route.
 
     ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any, however
     often a request was repeated on the way. ``control_calls`` counts all other calls that reach workers, once for each

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from rankcast.control.addresses import facing
+from rankcast.control.egress import TlsVerify
 from rankcast.control.http import HttpClient
 from rankcast.control.report_channel import ReportChannel
 from rankcast.errors import LimitError, UnsupportedError
@@ -71,7 +72,7 @@ def connect(
     pause: str | None = "keep",
     secret: str | bytes | None = None,
     headers: Mapping[str, str] | None = None,
-    tls_verify: bool = True,
+    tls_verify: TlsVerify = True,
     listen: str | None = None,
     timeout: float = 300.0,
     progress: Literal[True] | Callable[[Progress], None] | None = None,
@@ -95,7 +96,8 @@ def connect(
     running requests and go on with them, ``wait`` for them, ``abort`` them, or ``None``, not at all.
 
     ``secret``: signs every message, a ``str`` or ``bytes`` (default: ``RANKCAST_SECRET`` or ``RANKCAST_SECRET_FILE``).
-    ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked.
+    ``headers``: go with every HTTP request to an engine. ``tls_verify``: whether certificates of engines are checked,
+    or the path of a file with the certificates of those who may have signed them.
     ``listen``: the address, ``host`` or ``host:port``, on which rank 0 takes reports (default: loopback, or the address
     that faces the engines). ``timeout``: seconds without progress before a wait fails, naming who is waited for.
     ``progress``: a callable that is given ``Progress`` records on rank 0, or True for a live line; one that raises is

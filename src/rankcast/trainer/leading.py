@@ -67,6 +67,7 @@ class Leading:
         self._published = False
         self._seconds: dict[tuple[str, int], float] = {}
         self._carried: Counter[tuple[str, int]] = Counter()
+        self._read: Counter[tuple[str, int]] = Counter()
         self._before = (0, 0, 0)
         self._shares: Mapping[tuple[str, int], Share] = {}
         #: What the fleet served when the last push ended, in words.
@@ -117,6 +118,7 @@ class Leading:
         self._version = version
         self._seconds.clear()
         self._carried.clear()
+        self._read.clear()
         self._published = False
         self._before = self._counters()
         self._fleet.worker_calls = 0
@@ -166,6 +168,7 @@ class Leading:
         for engine, report in self.lead.installed():
             who = (engine.id, report.worker.rank)
             self._seconds[who] = self._seconds.get(who, 0.0) + report.seconds
+            self._read[who] += report.nbytes
             if report.tensors or report.nbytes:
                 self._carried[who] += 1
             if self.checking is not None:
@@ -251,7 +254,7 @@ class Leading:
                     tp=worker.tp,
                     ep=worker.ep,
                     tensors=self._shares[who].tensors,
-                    nbytes=self._shares[who].nbytes,
+                    nbytes=self._read[who],
                     calls=self._carried[who],
                     seconds=self._seconds.get(who, 0.0),
                 )
@@ -269,7 +272,7 @@ class Leading:
             stage_seconds=dict(clock.seconds),
             rounds=self._installs,
             tensors=len(self._manifest),
-            nbytes=self.total_bytes,
+            nbytes=sum(row.nbytes for row in rows),
             staged_bytes=staged_bytes,
             worker_calls=calls,
             control_calls=self._fleet.worker_calls - calls,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankcast.control.client import WeightSyncClient
+from rankcast.control.egress import TlsVerify
 from rankcast.control.http import HttpClient
 from rankcast.control.inprocess import InProcessClient
 from rankcast.control.llm import LLMClient
@@ -20,7 +21,7 @@ def clients(
     target: object,
     *,
     headers: Mapping[str, str] | None,
-    tls_verify: bool,
+    tls_verify: TlsVerify,
     timeout: float,
     sign: Callable[[str, bytes], str] | None = None,
 ) -> list[tuple[str, WeightSyncClient]]:
