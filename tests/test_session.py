@@ -46,7 +46,7 @@ class Against(RuleBasedStateMachine):
         self.holder: str | None = None
         self.until = 0.0
         self.completed = 0
-        self.orphaned = False
+        self.orphaned = self.unpublished = False
         self.last: str | None = None
 
     def call(self, act: Callable[[], Any], allowed: bool | None) -> Any:
@@ -98,10 +98,12 @@ class Against(RuleBasedStateMachine):
         if self.holder is not None:
             self.until = self.now + LEASE
 
-    @rule(name=st.sampled_from(list(LIVING)), settled=st.booleans())
-    def release(self, name: str, settled: bool) -> None:
-        held = self.session.release(owner(name), settled=settled)
+    @rule(name=st.sampled_from(list(LIVING)), settled=st.booleans(), published=st.booleans())
+    def release(self, name: str, settled: bool, published: bool) -> None:
+        held = self.session.release(owner(name), settled=settled, published=published)
         assert held == (self.holder == name and not self.open)
+        if held and published:
+            self.unpublished = False
         if held:
             self._lose_holder()
         if settled and self.last == name and self.holder is None:
@@ -155,13 +157,15 @@ class Against(RuleBasedStateMachine):
             self.session.installed(sequence)
             self.done = sequence
 
-    @rule()
-    def finish(self) -> None:
+    @rule(wrote=st.booleans())
+    def finish(self, wrote: bool) -> None:
         complete = self.prepared and self.done == self.installs
         allowed = self.open and (complete or self.holder is None)
         self.call(self.session.check_finish, allowed)
         if allowed:
-            self.session.finished()
+            self.session.finished(wrote=wrote)
+            if self.holder is not None or wrote:
+                self.unpublished = self.holder is not None
             self.open, self.whole, self.completed = False, True, self.completed + 1
 
     @rule()
@@ -193,6 +197,7 @@ class Against(RuleBasedStateMachine):
         assert self.session.generation == self.completed
         assert self.session.claimed == (self.holder is not None)
         assert self.session.orphaned == self.orphaned
+        assert self.session.unpublished == self.unpublished
         assert self.session.lapsed(self.now) == (self.holder is not None and self._free_for(None))
         assert self.session.held_by_other(owner("bob")) == (self.holder not in (None, "bob"))
         if not self.open:

@@ -32,8 +32,10 @@ class Session:
     """One worker's session state, from idle through start, prepare, installs and finish, back to idle.
 
     ``generation`` counts completed sessions. ``servable`` is False from the first write of a session until its weights
-    are complete, and after a failure. ``orphaned`` is set when a claim ends in any other way than by its owner's word
-    that nothing is left paused (a settled release), and cleared by that word of the last owner.
+    are complete, and after a failure. ``unpublished`` is set when a trainer's session is complete here, and cleared by
+    its owner's word that it is complete everywhere, or by weights that came without one. ``orphaned`` is set when a
+    claim ends in any other way than by its owner's word that nothing is left paused (a settled release), and cleared by
+    that word of the last owner.
     """
 
     def __init__(self, *, provably_dead: Callable[[ProcessIdentity], bool] = provably_dead) -> None:
@@ -46,6 +48,7 @@ class Session:
         self._sequence = -1
         self._holder: Owner | None = None
         self.orphaned = False
+        self.unpublished = False
         self._last_owner = ""
         self._lease_until = 0.0
         self._lease_seconds = 0.0
@@ -125,13 +128,15 @@ class Session:
         if not self.is_open:
             self._drop_lease()
 
-    def release(self, owner: Owner, *, settled: bool) -> bool:
+    def release(self, owner: Owner, *, settled: bool, published: bool = False) -> bool:
         """Give the lease back, if it is ``owner``'s and no session is open under it; returns whether it was.
 
-        ``settled`` is its word that nothing is left paused; it counts until somebody else has claimed.
+        ``settled`` is its word that nothing is left paused; it counts until somebody else has claimed. ``published`` is
+        its word that every worker of every engine has these weights, and counts under its lease only.
         """
         held = self._holder is not None and self._holder.id == owner.id and not self.is_open
         if held:
+            self.unpublished = self.unpublished and not published
             self._drop_lease()
         if settled and self._last_owner == owner.id and self._holder is None:
             self.orphaned = False
@@ -207,9 +212,13 @@ class Session:
                 "installs: send the rest, or abort"
             )
 
-    def finished(self) -> None:
-        """The weights are complete: the worker may serve again. The lease stays until its owner releases it."""
+    def finished(self, *, wrote: bool = True) -> None:
+        """The weights are complete: the worker may serve again. The lease stays until its owner releases it.
+
+        A session that ``wrote`` nothing left the weights as published as they were.
+        """
         self.generation += 1
+        self.unpublished = self.claimed or (self.unpublished and not wrote)
         self._whole = True
         self._state = State.IDLE
 

@@ -82,6 +82,45 @@ def test_after_a_publication_that_failed_half_way_the_next_trainer_resumes(broke
     assert two.differences(NEXT) == []
 
 
+@pytest.mark.parametrize("again", ["same", "another"])
+@pytest.mark.parametrize("call", ["start", "prepare"])
+@pytest.mark.parametrize("broken", ["version", "cache", "finish"])
+def test_after_a_publication_that_failed_a_push_that_is_refused_resumes_nobody(
+    broken: str, call: str, again: str, two: Two
+) -> None:
+    """The weights that each worker has kept since are not those that the fleet last served under one name."""
+    first = connect(two.clients, Stream(as_torch(NEW)))
+    second = two.clients[1]
+    if broken == "cache":
+        second.resets = False  # type: ignore[attr-defined]
+    else:
+        second.fail[broken] = TimeoutError("busy")
+    with pytest.raises(PushError, match="Engines stay paused"):
+        first.push("2")
+    second.fail.clear()
+    second.resets = True  # type: ignore[attr-defined]
+    if again == "another":
+        first.close()
+    sync = first if again == "same" else connect(two.clients, Stream(as_torch(NEXT)))
+    two.clients[0].fail[call] = ConnectionError("lost")
+    for _ in range(2):
+        with pytest.raises(PushError, match=r"complete at '2', which is not published.*Engines stay paused"):
+            sync.push("3")
+        assert paused(two) == [True, True]
+    two.clients[0].fail.clear()
+    sync.close()
+    assert paused(two) == [True, True]
+    assert_next_trainer_publishes_and_resumes(two)
+    assert two.differences(NEXT) == []
+    # What is published is what a push that is refused goes back to.
+    with connect(two.clients, Stream(as_torch(NEW))) as last:
+        two.clients[0].fail[call] = ConnectionError("lost")
+        with pytest.raises(PushError, match="every worker still serves the weights it had before"):
+            last.push("4")
+        assert paused(two) == [False, False]
+    two.clients[0].fail.clear()
+
+
 @pytest.mark.parametrize("call", ["start", "prepare"])
 def test_a_refused_connect_in_between_does_not_make_the_fleet_forget_that_a_dead_trainer_paused_it(
     call: str, two: Two, mortal: Mortal, monkeypatch: pytest.MonkeyPatch

@@ -16,8 +16,6 @@ import httpx
 from rankcast.errors import EngineError, LimitError, UnsupportedError
 
 LOOPBACK = "127.0.0.1"
-#: The last part of the URL that clients of OpenAI's API are given.
-_OPENAI = "v1"
 
 
 def is_loopback(host: str) -> bool:
@@ -39,10 +37,7 @@ def is_here(host: str) -> bool:
 
 
 def engine_url(text: str) -> httpx.URL:
-    """The URL of an engine, without a trailing slash; raises ``EngineError`` unless it is http or https with a host.
-
-    Nor may it end in ``/v1``: OpenAI's clients want that, and an engine's routes for weights lie beside it.
-    """
+    """The URL of an engine, without a trailing slash; raises ``EngineError`` unless it is http or https with a host."""
     try:
         url = httpx.URL(text.strip().rstrip("/"))
     except (httpx.InvalidURL, ValueError) as fault:
@@ -50,13 +45,6 @@ def engine_url(text: str) -> httpx.URL:
     aimed = url.host and (url.port or 0) <= 65535
     if url.scheme not in ("http", "https") or not aimed or url.query or url.fragment:
         raise EngineError(f"{_without_user(text)!r} is no engine's URL: give http://HOST:PORT")
-    above, _, last = url.path.rpartition("/")
-    if last == _OPENAI:
-        engine = shown_url(url.copy_with(path=above.rstrip("/") or "/")).rstrip("/")
-        raise EngineError(
-            f"{shown_url(url)!r} is where OpenAI's clients find this engine, and its routes for weights are not below "
-            f"/{_OPENAI}: give {engine}"
-        )
     return url
 
 

@@ -42,6 +42,8 @@ _JSON = (b"Content-Type", b"application/json")
 _MAC = MAC_HEADER.encode()
 
 V = TypeVar("V")
+#: How the URL ends that clients of OpenAI's API are given; an engine's routes for weights lie beside it.
+_OPENAI = "/v1"
 
 
 class NoRouteError(Exception):
@@ -144,9 +146,10 @@ class HttpClient:
         return self._field("/get_world_size", reply, "world_size", int)
 
     def reset_prefix_cache(self) -> bool:
-        """Throw cached prefixes away, also those that requests in flight hold, which are computed anew; False when the
-        engine says that it could not."""
-        reply = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+        """Throw cached prefixes away, also those that lie outside of the engine and those that requests in flight hold,
+        which are computed anew; False when the engine says that it could not."""
+        query = {"reset_running_requests": "true", "reset_external": "true"}
+        reply = self._post("/reset_prefix_cache", query=query)
         if reply is None:  # earlier versions of vLLM answer with an empty body, and only when it worked
             return True
         return self._field("/reset_prefix_cache", reply, "success", bool)
@@ -236,7 +239,7 @@ class HttpClient:
                 route, f"answered {answer.status} in the encoding {answer.encoding!r}, which it was not asked for"
             )
         if answer.status // 100 != 2:
-            what = f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status)}"
+            what = f"answered {answer.status}: {said(answer.body)}{_cure(route, answer.status, self.url)}"
             raise self._error(route, what) from (NoRouteError(route) if answer.status == 404 else None)
         return answer.body
 
@@ -265,9 +268,11 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _cure(route: str, status: int) -> str:
+def _cure(route: str, status: int, url: str) -> str:
     if status != 404:
         return ""
+    if url.endswith(_OPENAI):
+        return f" ({url} is where OpenAI's clients find an engine: give {url.removesuffix(_OPENAI)})"
     if route in ("/abort_weight_update", "/generate"):
         return " (only rankcast's embedded server has this route)"
     return (

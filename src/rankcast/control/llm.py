@@ -60,4 +60,4 @@ class LLMClient:
         return bool(self._llm.llm_engine.is_sleeping())
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._llm.reset_prefix_cache(reset_running_requests=True))
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))

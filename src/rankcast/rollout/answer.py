@@ -72,6 +72,7 @@ class Answer:
             repeated=self.repeated,
             ended=self.ended,
             orphaned=session.orphaned,
+            unpublished=session.unpublished,
             wrote=self.wrote,
             tensors=self.tensors,
             nbytes=self.nbytes,

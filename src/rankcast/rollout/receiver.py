@@ -221,7 +221,7 @@ class Receiver:
                 self._session.claim(body.session, body.owner, body.lease_seconds, now)
                 self._report_url = body.report
             case Release():
-                held = self._session.release(body.owner, settled=body.settled)
+                held = self._session.release(body.owner, settled=body.settled, published=body.published)
                 if held and body.published and self.servable:
                     self.weight_version = self._attested
                 if body.close:
@@ -339,7 +339,7 @@ class Receiver:
         wrote = self._writing.finish()
         answer.wrote = wrote or not self._installer.required()
         own = self._session.claimed
-        self._session.finished()
+        self._session.finished(wrote=wrote)
         if own or wrote:
             # Named by what was installed, but not published: the name that counts comes once every worker has attested.
             self._attested = self._next_version if own else ""

@@ -9,7 +9,7 @@ import msgspec
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """What one worker got in one push. ``nbytes`` is what it says that it read, ``calls`` the installs that did it."""
+    """What one worker got in one push. ``nbytes`` is what it says it was handed, ``calls`` the installs that did it."""
 
     engine: str
     where: str
@@ -41,7 +41,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``transport`` is how the bytes went: ``shm``, ``file``, or ``file+shm``. ``seconds`` is the whole push as this
     trainer rank saw it, ``stage_seconds`` its stages (they overlap). ``nbytes`` is what all workers together say that
-    they read, ``direct_nbytes`` what they were told to read by route.
+    they were handed, ``direct_nbytes`` the part of it that the plan has by route.
 
     ``worker_calls`` counts installs that carried data, once for each worker that reported to have read any, however
     often a request was repeated on the way. ``control_calls`` counts all other calls that reach workers, once for each

@@ -38,7 +38,6 @@ class Lead:
         self._shares: Mapping[tuple[str, int], Share] = {}
         self._pending: Pending | None = None
         self._installs = 0
-        self._generations: dict[tuple[str, int], int] = {}
         self._unclaimed: set[tuple[str, int]] = set()
         self._whole: set[tuple[str, int]] = set()
         self._installing = False
@@ -55,8 +54,7 @@ class Lead:
         self._session = secrets.token_hex(16)
         self._version = version
         self._pending = None
-        self._generations, self._unclaimed = {}, set()
-        self._whole, self._installing = set(), False
+        self._unclaimed, self._whole, self._installing = set(), set(), False
         strangers = self._claim(self.fleet.engines)
         if not strangers:
             return
@@ -89,8 +87,8 @@ class Lead:
             engine.take_over(reports)
             for report in reports:
                 who = (report.worker.engine, report.worker.rank)
-                self._generations[who] = report.generation
-                (self._whole.add if report.servable else self._whole.discard)(who)
+                whole = report.servable and not report.unpublished
+                (self._whole.add if whole else self._whole.discard)(who)
                 held = not report.faults and report.connection == self._speaker.connection
                 (self._unclaimed.discard if held else self._unclaimed.add)(who)
         refuse(replies.faults, f"push of {self._version!r} refused")
@@ -106,6 +104,10 @@ class Lead:
             else:
                 engine.plan_hashes = {r.worker.rank: r.plan_hash for r in reports}
         return strangers
+
+    def holds(self, engine: Engine) -> bool:
+        """Whether no worker of ``engine`` refused the last claim: it may be another trainer's, and its pause too."""
+        return not any((engine.id, rank) in self._unclaimed for rank in engine.workers)
 
     def release(self, *, published: bool = False, close: bool = False) -> Replies:
         """Give the lease back, and with ``close`` the connection too; an engine that is busy is left to its lease.
@@ -273,12 +275,11 @@ class Lead:
         self.unreached = [engine for engine in reached if not replies.of(engine)]
         silent = [w.label for engine, w in self.fleet.workers() if (engine.id, w.rank) in mute]
         broken = [report.worker.label for report in spoke.values() if not report.servable]
-        # Of a worker that did not say how it was before, nobody can tell whether it is the better for this session.
-        renewed = [
-            report.worker.label
-            for who, report in spoke.items()
-            if report.servable and who in self._generations and report.generation != self._generations[who]
-        ]
+        # By this session or by one before it, whose publication failed: other workers may have other weights.
+        renewed: dict[str, list[str]] = {}
+        for report in spoke.values():
+            if report.servable and report.unpublished:
+                renewed.setdefault(report.attested_version, []).append(report.worker.label)
         # A worker that was whole and was told to install nothing has what it had, even if it cannot say so.
         known = not mute or (not self._installing and mute <= self._whole)
         self.serves_old = known and not broken and not renewed
@@ -290,7 +291,7 @@ class Lead:
             )
         parts = {
             "unusable until the next full push": broken,
-            f"complete at {self._version!r}, which is not published": renewed,
+            **{f"complete at {version!r}, which is not published": who for version, who in renewed.items()},
             "not reached": silent,
         }
         return "; ".join(f"{what}: {', '.join(sorted(who))}" for what, who in parts.items() if who)

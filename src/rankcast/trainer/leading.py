@@ -227,7 +227,8 @@ class Leading:
         self._open = bool(self.lead.unreached)
         stuck: list[str] = []
         if self.lead.serves_old:
-            stuck = [f"{fault} (still paused)" for fault in resume(self._fleet)]
+            ours = [engine for engine in self._fleet.engines if self.lead.holds(engine)]
+            stuck = [f"{fault} (still paused)" for fault in resume(self._fleet, ours)]
         else:
             again = "push again"
             if "not reached" in state:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankcast.errors import EngineError
+from rankcast.errors import EngineError, RankcastError
 from rankcast.trainer.engine import Engine, WorkerFault
 from rankcast.trainer.fleet import Fleet
 from rankcast.wire.reports import Fault
@@ -58,11 +58,19 @@ def reset_caches(fleet: Fleet) -> list[WorkerFault]:
 
     def reset(engine: Engine) -> None:
         call = engine.optional("reset_prefix_cache")
-        if call is not None and call() is False:
-            raise EngineError(
-                f"{engine.where} did not reset its prefix cache: cached prefixes of the old weights would be served; "
-                "push again once nothing holds its blocks (resume an engine that you had paused; pass pause='wait')"
-            )
+        if call is None:
+            return
+        why: Exception | None = None
+        try:
+            if call() is not False:
+                return
+        except RankcastError as error:
+            why = error
+        raise EngineError(
+            f"{engine.where} did not reset its prefix cache{f' ({why})' if why else ''}: cached prefixes of the old "
+            "weights would be served; push again once nothing holds its blocks (resume an engine that you had paused; "
+            "pass pause='wait')"
+        ) from why
 
     return [WorkerFault.of(engine, error) for engine, error in fleet.each("reset_prefix_cache", reset)]
 

@@ -87,9 +87,11 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     read. ``opened`` says whether the probe of an init could be opened, ``unreachable`` why not. ``ended`` says that
     this call ended a session which its trainer had left open, or a claim that it never gave back. ``orphaned`` says
     that some trainer's claim ended so, or was aborted, and that it never said that nothing was left paused; it stays
-    set until one does. ``wrote`` says of a finish that the session gave this worker its weights, and is true as well
-    where there is no parameter to give any to. ``digests`` has, where prepare asked for them, those of what an install
-    brought: one for each route of the program, or for each tensor of the round, in their order (``transports.digest``).
+    set until one does. ``unpublished`` says that these weights came by a trainer's session that was complete here, and
+    of which it never said that it was complete everywhere. ``wrote`` says of a finish that the session gave this worker
+    its weights, and is true as well where there is no parameter to give any to. ``digests`` has, where prepare asked
+    for them, those of what an install brought: one for each route of the program, or for each tensor of the round, in
+    their order (``transports.digest``).
     """
 
     protocol: int = PROTOCOL
@@ -110,6 +112,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     repeated: bool = False
     ended: bool = False
     orphaned: bool = False
+    unpublished: bool = False
     wrote: bool = False
     tensors: int = 0
     nbytes: int = 0

@@ -39,7 +39,7 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     Counters and ``workers`` are of the last push: they are the same for every push but the first, which also carries
     what is said only once (``first_push_request_bytes``). ``seconds`` and ``stage_seconds`` are medians over the pushes
     behind the first, or of the first where there is only one. ``worker_calls`` are update calls that carry data and
-    ``control_calls`` all others, summed over workers; ``payload_bytes`` is what all workers together say they read,
+    ``control_calls`` all others, summed over workers; ``payload_bytes`` is what workers say they were handed,
     ``staged_bytes`` what the trainer ranks copied for that.
     """
 

@@ -31,6 +31,7 @@ def hook_engine_core() -> None:
     around: dict[str, Callable[..., Any]] = {
         "resume_scheduler": _resume,
         "pause_scheduler": _pause,
+        "reset_prefix_cache": _reset_prefix_cache,
         "sleep": _sleep,
         "set_weight_version": _set_weight_version,
         "collective_rpc": _collective_rpc,
@@ -39,7 +40,8 @@ def hook_engine_core() -> None:
         for cls in calls.core_classes(method):
             wrap(cls, method, hook)
     (base,) = calls.core_classes("collective_rpc")
-    for name, start in {WHY_NOT: why_not, "_rankcast_open": False, "_rankcast_unservable": False}.items():
+    defaults = {"_rankcast_open": False, "_rankcast_unservable": False, "_rankcast_held": False}
+    for name, start in {WHY_NOT: why_not, **defaults}.items():
         setattr(base, name, start)
 
 
@@ -78,11 +80,25 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _pause(core: Any, original: Callable[..., Any], mode: str = "abort", *args: Any, **kwargs: Any) -> Any:
-    # A pause that waits lets what is frozen go on, over weights that are half new.
+    # A pause that waits lets what is frozen go on, over weights that are half new; data-parallel ranks run the model to
+    # agree on any; and whoever opened the update will lift it.
     why = why_not(core)
-    if why is not None and (mode == "wait" or core._rankcast_open) and calls.pause_runs_model(core, mode):
+    if why is not None and (mode == "wait" or core._rankcast_open):
         raise StateError(f"pause with mode={mode}, but {why}")
-    return original(mode, *args, **kwargs)
+    try:
+        return original(mode, *args, **kwargs)
+    finally:
+        _hold(core)
+
+
+def _reset_prefix_cache(
+    core: Any, original: Callable[..., Any], reset_running_requests: bool = False, *args: Any, **kwargs: Any
+) -> Any:
+    done = original(reset_running_requests, *args, **kwargs)
+    if reset_running_requests:
+        # Asked for like this after an update: what an encoder made of images is as old as what was made of tokens.
+        core.reset_encoder_cache()
+    return done
 
 
 def _set_weight_version(core: Any, original: Callable[..., Any], weight_version: str) -> Any:
@@ -95,6 +111,9 @@ def _set_weight_version(core: Any, original: Callable[..., Any], weight_version:
 def _sleep(core: Any, original: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
     if level > 0 and core._rankcast_open:
         raise StateError("sleep, but a weight update is open on this engine: finish it or abort it first")
+    if level > 0 and core._rankcast_unservable:
+        # What a failed update left half-way is put away while its memory is there.
+        _order(core, "abandon_weight_update")
     asleep = original(level, *args, **kwargs)
     if level < 2:
         return asleep
@@ -183,4 +202,14 @@ def _read(core: Any, raw: Sequence[Any]) -> list[Reply]:
     replies = [msgspec.json.decode(reply, type=Reply) for reply in raw]
     core._rankcast_open = any(reply.report.state in OPEN for reply in replies)
     core._rankcast_unservable = not all(reply.report.servable for reply in replies)
+    _hold(core)
     return replies
+
+
+def _hold(core: Any) -> None:
+    """See to it that a pause lets nothing run at all while nothing may be generated, and then goes on as it was."""
+    if why_not(core) is not None:
+        core._rankcast_held = calls.freeze(core) or core._rankcast_held
+    elif core._rankcast_held:
+        core._rankcast_held = False
+        calls.thaw(core)

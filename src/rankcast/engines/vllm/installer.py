@@ -33,6 +33,7 @@ class LayerwiseInstaller:
     def __init__(self, model: Any, config: VllmConfig) -> None:
         self._model = model
         self._config = config
+        self._experts = identity.ExpertMaps(model)
         self._kernels: reload.MoeKernels = []
 
     def trace(self, manifest: Manifest) -> Trace:
@@ -43,7 +44,7 @@ class LayerwiseInstaller:
             return trace_loader(self._model.load_weights, self._destinations(tied), manifest, fingerprint, keeping)
 
     def fingerprint(self) -> Fingerprint:
-        return identity.fingerprint(self._model, self._config)
+        return identity.fingerprint(self._model, self._config, self._experts)
 
     def required(self) -> frozenset[str]:
         # A buffer that vLLM has changed since cannot be kept, so an update that does not bring it is not complete.

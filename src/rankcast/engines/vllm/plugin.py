@@ -22,8 +22,9 @@ def register() -> None:
     """Register the backend with vLLM; harmless when repeated.
 
     On a release of vLLM that rankcast was not tested with, a class is registered that needs nothing of vLLM and refuses
-    by name when an engine is created: an unknown backend would be a much less helpful error. Where a package that
-    rankcast needs is missing it is not registered, and a warning says so: who serves without it must not notice.
+    by name when an engine is created: an unknown backend would be a much less helpful error. The same class stands for
+    the engine where something cannot be hooked. Where a package that rankcast needs is missing it is not registered.
+    Both are said in a warning, and never raised: who serves without rankcast must not notice.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -41,13 +42,17 @@ def register() -> None:
         )
         return
     os.environ.setdefault(SEED_VARIABLE, secrets.token_hex(16))
-    tested = unsupported_version() is None
+    works = unsupported_version() is None
+    if works:
+        try:
+            hook_worker()
+            hook_engine_core()
+            hook_llm_engine()
+        except Exception as fault:  # what is hooked by then does nothing for any other backend
+            works = False
+            logger.warning(
+                "rankcast cannot be a weight-transfer backend of this vLLM: %s: %s", type(fault).__name__, fault
+            )
     if BACKEND not in WeightTransferEngineFactory._registry:
-        name = "RankcastEngine" if tested else "UnsupportedEngine"
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, f"rankcast.engines.vllm.{'engine' if tested else 'unsupported'}", name
-        )
-    if tested:
-        hook_worker()
-        hook_engine_core()
-        hook_llm_engine()
+        module, name = ("engine", "RankcastEngine") if works else ("unsupported", "UnsupportedEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, f"rankcast.engines.vllm.{module}", name)

@@ -80,8 +80,22 @@ def is_asleep(core: Any) -> bool:
     return bool(core.model_executor.is_sleeping)
 
 
-def pause_runs_model(core: Any, mode: str) -> bool:
-    """Whether a pause makes the model run: to drain what is in flight, or so that data-parallel ranks agree on it."""
-    from vllm.v1.engine.core import DPEngineCoreProc
+def freeze(core: Any) -> bool:
+    """Turn a pause that takes no new requests into one that runs none; returns whether it was such a one.
 
-    return mode == "wait" or isinstance(core, DPEngineCoreProc)
+    In the former a session of streaming input is not counted as unfinished, and runs when its next part comes.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    weak: bool = core.scheduler.pause_state == PauseState.PAUSED_NEW
+    if weak:
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    return weak
+
+
+def thaw(core: Any) -> None:
+    """Turn the pause back into one that takes no new requests, if it still is one."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    if core.scheduler.pause_state == PauseState.PAUSED_ALL:
+        core.scheduler.set_pause_state(PauseState.PAUSED_NEW)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,19 +70,43 @@ def check_supported(config: VllmConfig) -> None:
         raise UnsupportedError(f"rankcast does not yet support {'; '.join(wrong)}: serve without it")
 
 
-def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
+class ExpertMaps:
+    """The map of each layer's experts to their slots, read now, and again only when one was written or replaced.
+
+    Who asks about an engine that sleeps must not make it read what is not there.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._read: tuple[tuple[int, int, int], ...] = ()
+        self._digest = ""
+        self.digest()
+
+    def digest(self) -> str:
+        """Of all maps; empty when no layer has one."""
+        maps = list(self._maps())
+        # Their counter says when they were written; tensors made in inference mode have none.
+        now = tuple((id(one), one.data_ptr(), -1 if one.is_inference() else one._version) for one in maps)
+        if now != self._read:
+            self._digest = digest([one.tolist() for one in maps]) if maps else ""
+            self._read = now
+        return self._digest
+
+    def _maps(self) -> Iterator[torch.Tensor]:
+        for layer in self._model.modules():
+            # A buffer of the layer, and what its loader asks.
+            manager = layer.__dict__.get("expert_map_manager")
+            for holder in (layer._buffers, layer.__dict__, {"_expert_map": getattr(manager, "_expert_map", None)}):
+                slots = holder.get("_expert_map")
+                if isinstance(slots, torch.Tensor) and not slots.is_meta:
+                    yield slots
+
+
+def fingerprint(model: torch.nn.Module, config: VllmConfig, experts: ExpertMaps) -> Fingerprint:
     """The model's class, vLLM's version, how it is parallel, and the map of each layer's experts to their slots."""
     import vllm
 
     parallel, worker = config.parallel_config, identity(config)
-    maps = []
-    for layer in model.modules():
-        # A buffer of the layer, and what its loader asks.
-        manager = layer.__dict__.get("expert_map_manager")
-        for holder in (layer._buffers, layer.__dict__, {"_expert_map": getattr(manager, "_expert_map", None)}):
-            slots = holder.get("_expert_map")
-            if isinstance(slots, torch.Tensor) and not slots.is_meta:
-                maps.append(slots.tolist())
     return Fingerprint(
         model=class_name(model),
         engine=f"vllm {vllm.__version__}",
@@ -90,7 +115,7 @@ def fingerprint(model: torch.nn.Module, config: VllmConfig) -> Fingerprint:
             f"dp {worker.dp} of {parallel.data_parallel_size}, ep {worker.ep} "
             f"({'on' if parallel.enable_expert_parallel else 'off'})"
         ),
-        experts=digest(maps) if maps else "",
+        experts=experts.digest(),
     )
 
 

@@ -44,20 +44,20 @@ def on_meta(model: torch.nn.Module) -> Iterator[None]:
 
     shadows = []
     loaders: list[tuple[Any, Any]] = []
-    for layer in list(model.modules()):
-        info = layerwise.get_layerwise_info(layer)
-        shadow = types.LayerReloadingInfo(info.restore_metadata, info.restore_device)
-        shadow.kernel_tensors = layerwise.get_layer_params_buffers(layer)
-        shadow.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        shadows.append((layer, shadow))
-        layerwise.restore_layer_on_meta(layer, shadow)
-        for tensor in layerwise.get_layer_tensors(layer).values():
-            # A reload, under way or over, leaves its wrapper on the loader: outside of it that does nothing, and
-            # within it that would count what is traced as loaded.
-            if hasattr(tensor, "weight_loader"):
-                loaders.append((tensor, tensor.weight_loader))
-                tensor.weight_loader = layerwise._get_original_loader(tensor)
     try:
+        for layer in list(model.modules()):
+            info = layerwise.get_layerwise_info(layer)
+            shadow = types.LayerReloadingInfo(info.restore_metadata, info.restore_device)
+            shadow.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+            shadow.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            shadows.append((layer, shadow))
+            layerwise.restore_layer_on_meta(layer, shadow)
+            for tensor in layerwise.get_layer_tensors(layer).values():
+                # A reload, under way or over, leaves its wrapper on the loader: outside of it that does nothing, and
+                # within it that would count what is traced as loaded.
+                if hasattr(tensor, "weight_loader"):
+                    loaders.append((tensor, tensor.weight_loader))
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
         yield
     finally:
         for tensor, loader in loaders:
