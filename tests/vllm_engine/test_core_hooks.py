@@ -54,12 +54,26 @@ class Breaking(LoaderInstaller):
             raise RuntimeError(f"{at} broke")
 
 
+class Scheduler:
+    """What an engine core keeps of a pause."""
+
+    def __init__(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.pause_state = PauseState.PAUSED_ALL
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
+
+
 class Engine:
     """Two workers behind one engine core."""
 
     def __init__(self) -> None:
         engine = new_engine_id()
-        self.core: Any = SimpleNamespace(_rankcast_open=False, _rankcast_unservable=False)
+        self.core: Any = SimpleNamespace(
+            _rankcast_open=False, _rankcast_unservable=False, _rankcast_held=False, scheduler=Scheduler()
+        )
         self.core.model_executor = SimpleNamespace(collective_rpc=self._workers)
         self.installers = [Breaking(Model()) for _ in range(2)]
         self.receivers = [
@@ -181,6 +195,27 @@ def test_ranks_that_got_out_of_step_in_a_trainers_session_are_brought_together_w
         engine.call("update_weights", entry)
     assert engine.states == ["idle", "idle"]
     assert core_hooks.why_not(engine.core) is None
+
+
+def test_a_pause_that_would_run_the_next_part_of_streaming_input_runs_nothing_until_the_weights_are_whole(
+    engine: Engine, entry: dict[str, Any]
+) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = engine.core.scheduler
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.call("start_weight_update")
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    engine.call("update_weights", entry)
+    engine.installers[1].breaks = {"finish"}
+    with pytest.raises(InstallError):
+        engine.call("finish_weight_update")
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    # A pause that ends requests in flight is one that takes no new ones.
+    core_hooks._pause(engine.core, lambda mode: scheduler.set_pause_state(PauseState.PAUSED_NEW), "abort")
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    engine.push(entry)
+    assert scheduler.pause_state == PauseState.PAUSED_NEW
 
 
 @pytest.mark.parametrize("method", ["abandon_weight_update", "disown_weight_update"])

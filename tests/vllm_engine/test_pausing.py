@@ -215,6 +215,7 @@ def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> N
             said.append(refused(bench.server, "/sleep", level="1"))
             said.append(refused(bench.server, "/sleep", level="0", mode="wait"))
             said.append(refused(bench.server, "/pause", mode="wait"))
+            said.append(refused(bench.server, "/pause", mode="keep"))
 
     with long_request(bench.server) as answer:
         assert bench.server.post("/pause", mode="keep").status_code == 200
@@ -225,6 +226,6 @@ def test_nothing_resumes_an_engine_in_the_middle_of_an_update(bench: Bench) -> N
         assert bench.server.post("/resume").status_code == 200
         assert len(answer.result(timeout=120)[0]) == LONG
     assert all("a weight update is open" in one for one in said), said
-    assert len(said) == 5
+    assert len(said) == 6
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said

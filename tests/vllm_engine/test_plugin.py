@@ -25,6 +25,7 @@ HOOKED = {
     "vllm.v1.engine.core:EngineCore": (
         "collective_rpc",
         "pause_scheduler",
+        "reset_prefix_cache",
         "resume_scheduler",
         "sleep",
         "set_weight_version",
@@ -131,6 +132,28 @@ except Exception as refusal:
     )
     assert done.returncode == 0, done.stderr
     assert "UnsupportedError: rankcast needs vLLM 0.32, found 0.45.1" in done.stdout
+
+
+def test_a_vllm_that_cannot_be_hooked_serves_other_backends_and_refuses_this_one() -> None:
+    done = python(
+        """
+import logging
+logging.basicConfig()
+from types import SimpleNamespace
+from vllm.v1.worker.gpu_worker import Worker
+del Worker.finish_weight_update
+from rankcast.engines.vllm.plugin import register
+register()
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+try:
+    WeightTransferEngineFactory.create_engine(SimpleNamespace(backend="rankcast"), None, None, None)
+except Exception as refusal:
+    print(f"{type(refusal).__name__}: {refusal}")
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "UnsupportedError: rankcast could not hook into this vLLM" in done.stdout
+    assert "rankcast cannot be a weight-transfer backend of this vLLM: KeyError: 'finish_weight_update'" in done.stderr
 
 
 def test_filtered_out_by_vllm_plugins_the_server_says_what_is_missing(checkpoints: Checkpoints) -> None:
