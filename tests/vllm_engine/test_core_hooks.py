@@ -133,11 +133,12 @@ NOTHING: dict[str, Any] = {"names": []}
 
 
 def test_a_start_that_fails_on_one_rank_is_taken_back_on_all(engine: Engine, entry: dict[str, Any]) -> None:
-    # A finish that breaks leaves its reload begun, and letting go of that may break too.
+    # A finish that breaks leaves its reload begun when letting go of that breaks too.
     engine.installers[0].breaks = {"finish"}
     engine.installers[1].breaks = {"finish", "abandon"}
     with pytest.raises(InstallError, match="worker 1"):
         engine.push(entry)
+    engine.installers[1].breaks = {"abandon"}
     with pytest.raises(InstallError, match="abandon broke"):
         engine.call("start_weight_update")
     assert "started" not in engine.states

@@ -6,6 +6,7 @@ before the first write, and told again when a write fails half-way, so that noth
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,6 +55,10 @@ class Writing:
             self._installer.finish()
         except Exception as fault:
             self._session.broken()
+            # Nothing waits for more of it. Should this fail as well, the next start tries again, and says so.
+            with contextlib.suppress(Exception):
+                self._installer.abandon()
+                self._begun = False
             raise InstallError(f"finishing on {self._label} failed: {type(fault).__name__}: {fault}") from fault
         self._begun = False
         return True

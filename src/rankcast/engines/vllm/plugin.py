@@ -34,8 +34,10 @@ def register() -> None:
     try:
         from rankcast.engines.vllm.adapter import unsupported_version
         from rankcast.engines.vllm.core_hooks import hook_engine_core
+        from rankcast.engines.vllm.installer import LayerwiseInstaller  # noqa: F401  # what engines will need
         from rankcast.engines.vllm.llm_hooks import hook_llm_engine
         from rankcast.engines.vllm.worker_hooks import hook_worker
+        from rankcast.rollout.receiver import Receiver  # noqa: F401
     except ImportError as missing:
         logger.warning(
             "rankcast is not registered as a weight-transfer backend, its installation is broken: %s", missing
