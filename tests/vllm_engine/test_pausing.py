@@ -42,8 +42,14 @@ def long_request(server: VllmServer) -> Iterator[Future[tuple[tuple[int, ...], t
 
 def generated(server: VllmServer) -> float:
     """How many tokens the server has generated so far, as it says itself."""
+    return counted(server, "vllm:generation_tokens_total")
+
+
+def counted(server: VllmServer, name: str) -> float:
+    """What the server's counter ``name`` says now."""
     text = server.client.get(server.url + "/metrics").text
-    rows = [row for row in text.splitlines() if row.startswith("vllm:generation_tokens_total")]
+    rows = [row for row in text.splitlines() if row.startswith(name + "{")]
+    assert rows, f"the server has no counter {name}"
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
@@ -80,6 +86,18 @@ def test_no_prefix_of_the_old_weights_is_served(bench: Bench, pause: str) -> Non
     assert bench.server.probe() == bench.at_b.said
     push(bench, bench.a)
     assert bench.server.probe() == bench.at_a.said
+
+
+def test_no_prefix_that_a_user_s_pause_kept_is_served(bench: Bench) -> None:
+    # The other pauses throw the caches away themselves; after this one only the reset at the end of the push does.
+    assert bench.server.generate(PROMPTS[2]) == bench.at_a.said[2]
+    hits = counted(bench.server, "vllm:prefix_cache_hits_total")
+    assert bench.server.generate(PROMPTS[2]) == bench.at_a.said[2]
+    assert counted(bench.server, "vllm:prefix_cache_hits_total") > hits, "no block of the old weights is cached"
+    assert bench.server.post("/pause", mode="keep", clear_cache="false").status_code == 200
+    push(bench, bench.b)
+    assert bench.server.post("/resume").status_code == 200
+    assert bench.server.probe() == bench.at_b.said
 
 
 def test_a_server_that_the_user_paused_stays_paused(bench: Bench) -> None:
