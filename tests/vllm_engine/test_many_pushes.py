@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -25,8 +26,11 @@ pytestmark = pytest.mark.vllm
 PUSHES = 20
 #: What the requests that are running begin with, and how much each decodes.
 BEGINNINGS, TOKENS = PROMPTS[:2], 40
-#: Allocators keep and give back some memory as they like; a checkpoint of these has about 2 MiB.
-SLACK_KIB = 8 * 1024
+#: What a process may grow in all, and in that quarter of the pushes in which it grows least. A checkpoint of these has
+#: 1221 KiB: were a twentieth of it to leak at each push, every quarter would add 305, or 152 in each of two workers.
+#: Measured on two busy cores, with each layout once or twice: an allocator takes up to 524 at once, and 808 in all; what
+#: comes with every push and the requests beside it is at most 60 in the least quarter.
+SLACK_KIB, STEADY_KIB = 2 * 1024, 128
 
 #: A push of B at even turns, of A at odd ones.
 Push = Callable[[int], rankcast.PushReport]
@@ -131,16 +135,20 @@ def test_twenty_pushes_under_load_leave_nothing_behind(
         assert first.failures == second.failures == []
         server.probe()
         everyone = [*server.pids(), os.getpid()]
-        held, had, named = memory(everyone), opened(everyone), names(orphans=False)
+        had, named = opened(everyone), names(orphans=False)
         with Asking(server) as first, Asking(server) as second:
-            reports = [pushed(turn) for turn in range(PUSHES)]
+            reports, held = [], [memory(everyone)]
+            for turn in range(PUSHES):
+                reports.append(pushed(turn))
+                if turn % (PUSHES // 4) == PUSHES // 4 - 1:
+                    held.append(memory(everyone))
         assert first.failures == second.failures == []
         assert min(first.answered, second.answered) > 2
         assert server.digests() == warm.at_a.digests
         assert server.probe() == warm.at_a.said
-        now = memory(everyone)
-        grown = {pid: now[pid] - held[pid] for pid in held}
-        assert all(kib < SLACK_KIB for kib in grown.values()), grown
+        grown = {pid: [now[pid] - then[pid] for then, now in pairwise(held)] for pid in everyone}
+        assert all(sum(quarters) < SLACK_KIB for quarters in grown.values()), grown
+        assert all(min(quarters) < STEADY_KIB for quarters in grown.values()), grown
         # A connection that nobody uses is closed by the server some seconds later.
         wait_until(lambda: all(now <= had[pid] for pid, now in opened(everyone).items()))
         assert names(orphans=False) <= named

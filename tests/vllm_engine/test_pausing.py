@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 import rankcast
 from docs.markdown_pages import ROOT, blocks
 from docs.surroundings import CHECKPOINT, URL
+from rankcast.control.http import HttpClient
 from vllm_engine.conftest import Bench
 from vllm_engine.servers import PROMPTS, TP1, TP2, VllmServer
 from vllm_engine.test_faults import refused
@@ -42,15 +43,53 @@ def long_request(server: VllmServer) -> Iterator[Future[tuple[tuple[int, ...], t
 
 def generated(server: VllmServer) -> float:
     """How many tokens the server has generated so far, as it says itself."""
+    return counted(server, "vllm:generation_tokens_total")
+
+
+def counted(server: VllmServer, name: str) -> float:
+    """What the server's counter ``name`` says now."""
     text = server.client.get(server.url + "/metrics").text
-    rows = [row for row in text.splitlines() if row.startswith("vllm:generation_tokens_total")]
+    rows = [row for row in text.splitlines() if row.startswith(name + "{")]
+    assert rows, f"the server has no counter {name}"
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
+class Announcing(HttpClient):
+    """A client that calls ``before`` at the last moment before it pauses its engine."""
+
+    def __init__(self, url: str, before: Callable[[], object]) -> None:
+        super().__init__(url, timeout=60)
+        self._before = before
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        self._before()
+        super().pause(mode, clear_cache)
+
+
 def test_a_request_in_flight_survives_a_push(bench: Bench) -> None:
-    with long_request(bench.server) as answer:
-        push(bench, bench.b)
-        ids, log_probs = answer.result(timeout=120)
+    # It takes a second or two in all: begun before the push it may end before the pause.
+    answers: list[Future[tuple[tuple[int, ...], tuple[float, ...]]]] = []
+    ended: list[bool] = []
+
+    def look(progress: rankcast.Progress) -> None:
+        if progress.stage == "install":
+            ended.append(answers[0].done())
+
+    with ExitStack() as requests:
+
+        def ask() -> None:
+            answers.append(requests.enter_context(long_request(bench.server)))
+
+        with (
+            Announcing(bench.server.url, ask) as client,
+            rankcast.connect(
+                client, bench.b, mode="ranklocal", bucket_bytes=150_000, timeout=60, progress=look
+            ) as sync,
+        ):
+            sync.push(weight_version="b")
+        ids, log_probs = answers[0].result(timeout=120)
+    assert len(ended) > 3
+    assert not any(ended), "the request ended before the pause"
     assert len(ids) == len(log_probs) == LONG
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said
@@ -80,6 +119,18 @@ def test_no_prefix_of_the_old_weights_is_served(bench: Bench, pause: str) -> Non
     assert bench.server.probe() == bench.at_b.said
     push(bench, bench.a)
     assert bench.server.probe() == bench.at_a.said
+
+
+def test_no_prefix_that_a_user_s_pause_kept_is_served(bench: Bench) -> None:
+    # The other pauses throw the caches away themselves; after this one only the reset at the end of the push does.
+    assert bench.server.generate(PROMPTS[2]) == bench.at_a.said[2]
+    hits = counted(bench.server, "vllm:prefix_cache_hits_total")
+    assert bench.server.generate(PROMPTS[2]) == bench.at_a.said[2]
+    assert counted(bench.server, "vllm:prefix_cache_hits_total") > hits, "no block of the old weights is cached"
+    assert bench.server.post("/pause", mode="keep", clear_cache="false").status_code == 200
+    push(bench, bench.b)
+    assert bench.server.post("/resume").status_code == 200
+    assert bench.server.probe() == bench.at_b.said
 
 
 def test_a_server_that_the_user_paused_stays_paused(bench: Bench) -> None:
