@@ -28,8 +28,8 @@ PUSHES = 20
 BEGINNINGS, TOKENS = PROMPTS[:2], 40
 #: What a process may grow in all, and in that quarter of the pushes in which it grows least. A checkpoint of these has
 #: 1221 KiB: were a twentieth of it to leak at each push, every quarter would add 305, or 152 in each of two workers.
-#: Measured on two busy cores, with each layout once or twice: an allocator takes up to 524 at once, and 808 in all; what
-#: comes with every push and the requests beside it is at most 60 in the least quarter.
+#: Measured on two busy cores, with each layout once or twice: an allocator takes up to 524 at once, and 808 in all;
+#: what comes with every push and the requests beside it is at most 60 in the least quarter.
 SLACK_KIB, STEADY_KIB = 2 * 1024, 128
 
 #: A push of B at even turns, of A at odd ones.
