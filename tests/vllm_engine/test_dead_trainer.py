@@ -17,7 +17,7 @@ from vllm_engine.conftest import Bench
 from vllm_engine.dying_trainer import ABOUT_TO_PAUSE, FINISH
 from vllm_engine.servers import TP1, TP2
 from vllm_engine.test_faults import IDLE, flags, refused
-from vllm_engine.test_pausing import LONG, long_request
+from vllm_engine.test_pausing import LONG, MANY, all_done, long_requests
 from vllm_engine.test_servers import command, push
 
 pytestmark = [
@@ -57,20 +57,20 @@ HALF_WAY = pytest.mark.parametrize(("mode", "moment"), [("ranklocal", "2"), ("di
 
 @HALF_WAY
 def test_the_next_trainer_ends_what_a_killed_one_left_open(bench: Bench, mode: str, moment: str) -> None:
-    with trainer_about_to_pause(bench, mode, moment) as trainer, long_request(bench.server) as answer:
+    with trainer_about_to_pause(bench, mode, moment) as trainer, long_requests(bench.server) as answers:
         killed(trainer)
         assert bench.server.get("/is_paused") == {"is_paused": True}
-        assert not answer.done(), "the request ended before the pause"
+        assert not all_done(answers), "the requests ended before the pause"
         states = bench.server.flags()
         assert all(one["active"] and not one["servable"] for one in states), states
         assert "a weight update is open" in refused(bench.server, "/resume")
         found = json.loads(command("status", bench.server.url, "--json").stdout)
         assert not found["servable"]
-        assert not answer.done(), "the request went on over weights that nobody attested"
+        assert not all_done(answers), "the requests went on over weights that nobody attested"
         done = command("push", str(bench.b), bench.server.url, "--weight-version", "after", "--json")
         assert done.returncode == 0, done.stderr
         assert bench.server.get("/is_paused") == {"is_paused": False}
-        assert len(answer.result(timeout=120)[0]) == LONG
+        assert [len(answer.result(timeout=120)[0]) for answer in answers] == [LONG] * MANY
     assert flags(bench.server) == [IDLE] * bench.layout.tp
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said

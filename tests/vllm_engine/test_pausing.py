@@ -26,19 +26,35 @@ pytestmark = [
 ]
 
 LONG = 480
+#: The engine takes four at a time, and the next as soon as one is done. The first four take a second or two, and on a
+#: busy machine they were once over before the pause.
+MANY = 20
+
+Answer = Future[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
 @contextmanager
-def long_request(server: VllmServer) -> Iterator[Future[tuple[tuple[int, ...], tuple[float, ...]]]]:
-    """A request of ``LONG`` tokens that is running."""
-    with ThreadPoolExecutor(1) as pool:
+def long_requests(server: VllmServer, count: int = MANY) -> Iterator[list[Answer]]:
+    """``count`` requests of ``LONG`` tokens. The engine is running some of them as long as one is not answered."""
+    with ThreadPoolExecutor(count) as pool:
         before = generated(server)
-        answer = pool.submit(server.generate, PROMPTS[0], LONG)
+        answers = [pool.submit(server.generate, PROMPTS[0], LONG) for _ in range(count)]
         deadline = time.monotonic() + 60
         while generated(server) <= before:
-            assert not answer.done(), answer.result()
-            assert time.monotonic() < deadline, "the request does not run"
+            assert not all_done(answers), [answer.result() for answer in answers]
+            assert time.monotonic() < deadline, "no request runs"
+        yield answers
+
+
+@contextmanager
+def long_request(server: VllmServer) -> Iterator[Answer]:
+    """One such request, which is running."""
+    with long_requests(server, 1) as (answer,):
         yield answer
+
+
+def all_done(answers: list[Answer]) -> bool:
+    return all(answer.done() for answer in answers)
 
 
 def generated(server: VllmServer) -> float:
@@ -66,19 +82,18 @@ class Announcing(HttpClient):
         super().pause(mode, clear_cache)
 
 
-def test_a_request_in_flight_survives_a_push(bench: Bench) -> None:
-    # It takes a second or two in all: begun before the push it may end before the pause.
-    answers: list[Future[tuple[tuple[int, ...], tuple[float, ...]]]] = []
+def test_requests_in_flight_survive_a_push(bench: Bench) -> None:
+    answers: list[Answer] = []
     ended: list[bool] = []
 
     def look(progress: rankcast.Progress) -> None:
         if progress.stage == "install":
-            ended.append(answers[0].done())
+            ended.append(all_done(answers))
 
     with ExitStack() as requests:
 
         def ask() -> None:
-            answers.append(requests.enter_context(long_request(bench.server)))
+            answers.extend(requests.enter_context(long_requests(bench.server)))
 
         with (
             Announcing(bench.server.url, ask) as client,
@@ -87,10 +102,10 @@ def test_a_request_in_flight_survives_a_push(bench: Bench) -> None:
             ) as sync,
         ):
             sync.push(weight_version="b")
-        ids, log_probs = answers[0].result(timeout=120)
+        said = [answer.result(timeout=120) for answer in answers]
     assert len(ended) > 3
-    assert not any(ended), "the request ended before the pause"
-    assert len(ids) == len(log_probs) == LONG
+    assert not any(ended), "the requests ended before the pause"
+    assert [(len(ids), len(log_probs)) for ids, log_probs in said] == [(LONG, LONG)] * MANY
     assert bench.server.digests() == bench.at_b.digests
     assert bench.server.probe() == bench.at_b.said
 
