@@ -28,7 +28,7 @@ PUSHES = 20
 BEGINNINGS, TOKENS = PROMPTS[:2], 40
 #: What a process may grow in all, and in that quarter of the pushes in which it grows least. A checkpoint of these has
 #: 1221 KiB: were a twentieth of it to stay mapped at each push, every quarter would add 305, or 152 in each of two
-#: workers. Measured on two busy cores, each layout two or three times: what allocators take adds up to 808 in all; what
+#: workers. Measured on two busy cores, at one worker three times, else once: what allocators take is at most 808; what
 #: comes with every push and the requests beside it is at most 60 in the least quarter. A worker's heap has some 40 MiB
 #: that are free and resident, so that small pieces of it which leak are not seen here.
 SLACK_KIB, STEADY_KIB = 2 * 1024, 128
