@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from checkpoints import as_torch, tiny_config
 from fleets_inprocess import Failing, Fleet, Stream
 from rankcast import PushError
 from rankcast.engines.reference.layout import Layout
+from rankcast.trainer.callers import Callers
 from trainer.two_engines import CONFIG, LAYOUT, NEW, NEXT, OLD, Mortal, Two, connect, connect_as, silence
 
 
@@ -45,6 +47,41 @@ def test_calls_go_out_in_the_order_of_a_session_and_no_stage_begins_before_the_l
         begun, over = two.places("install"), two.places("install answered")
         for turn in range(rounds - 1):
             assert max(over[2 * turn : 2 * turn + 2]) < min(begun[2 * turn + 2 : 2 * turn + 4])
+
+
+def test_an_install_whose_thread_gets_its_turn_only_after_the_abort_is_never_sent(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[tuple[Any, ...]] = []
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for item in as_torch(NEW).items():
+            if late:  # the first round is on its way, and this is the second
+                raise ValueError("the trainer's own fault")
+            yield item
+
+    with connect(two.clients, source) as sync:
+        sync.push("2")
+        two.log.clear()
+        start = Callers.start
+
+        def begin_late(callers: Callers, name: str, *rest: Any) -> None:
+            # Of the thread that asks for an install, and not of those that send it.
+            late.append((callers, name, *rest)) if name == "rankcast install" else start(callers, name, *rest)
+
+        monkeypatch.setattr(Callers, "start", begin_late)
+        with pytest.raises(Exception, match="the trainer's own fault"):
+            sync.push("3")
+        monkeypatch.undo()
+        ((callers, name, call, _),) = late
+        late.clear()
+        assert two.places("abort")
+        over = threading.Event()
+        callers.start(name, call, lambda _: over.set())
+        assert over.wait(30)
+        assert two.places("install") == []
+        sync.push("4")
+    assert two.differences(NEW) == []
 
 
 def test_no_install_goes_out_before_every_worker_of_every_engine_is_prepared(two: Two) -> None:

@@ -109,7 +109,7 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(core_hooks, "_check_quiet", lambda core: None)
+    monkeypatch.setattr(core_hooks, "_check_quiet", lambda core, what: None)
     made = Engine()
     yield made
     for receiver in made.receivers:

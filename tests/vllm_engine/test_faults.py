@@ -86,6 +86,7 @@ def room(bench: Bench, a: Source, b: Source) -> Iterator[Room]:
     bare_update(server, [a.entry(list(a.tensors)[:9])] * workers, [a.entry(list(a.tensors)[9:])] * workers)
     assert server.digests() == bench.at_a.digests
     assert server.post("/resume").status_code == 200
+    assert "not paused" in refused(server, "/weight_checker", {"action": "reset"})
     assert server.probe() == bench.at_a.said
 
 

@@ -59,7 +59,7 @@ class Fleet:
         self._alone = alone
         self._ending = False
         #: Counts sessions that were ended: a call from before, which was not sent yet, must not come after the end.
-        self._ended = 0
+        self.ended = 0
         self._busy = timeout
         self._until: float | None = None
 
@@ -79,7 +79,7 @@ class Fleet:
         They wait ``BUSY_SECONDS`` for an engine that is busy, and while other trainer ranks wait, all of them together
         take about ``ENDING_SECONDS``; not so when ``patient``.
         """
-        self._ended += 1
+        self.ended += 1
         self._ending, self._busy = True, self._timeout if patient else BUSY_SECONDS
         self._until = None if self._alone or patient else time.monotonic() + ENDING_SECONDS
         try:
@@ -94,25 +94,27 @@ class Fleet:
         engines: Sequence[Engine] | None = None,
         *,
         checked: bool = True,
+        since: int | None = None,
     ) -> list[tuple[Engine, BaseException]]:
         """Run ``action`` for all engines at once; returns those that failed, with their errors.
 
         An engine that has not answered ``timeout`` seconds after the last one that did is given up and named; its call
-        goes on, and holds up the next one. With ``checked`` raises ``TrainerError`` as soon as another trainer rank has
-        failed, and waits for nobody then.
+        goes on, and holds up the next one. ``since`` is what ``ended`` was when this call was decided on, if that was
+        earlier: where a session was ended since, it is not sent. With ``checked`` raises ``TrainerError`` as soon as
+        another trainer rank has failed, and waits for nobody then.
         """
         asked = list(self.engines if engines is None else engines)
         checked = checked and not self._ending
         patience, ends = self._bounds()
         # Less than the whole: the error of who waited for its turn says more than ours.
         busy = min(patience, self._busy) * 0.9
-        ended = self._ended
+        ended = self.ended if since is None else since
         done: queue.SimpleQueue[tuple[Engine, BaseException | None]] = queue.SimpleQueue()
 
         def run(engine: Engine) -> tuple[Engine, BaseException | None]:
             try:
                 with engine.turn(what, busy):
-                    if ended != self._ended:
+                    if ended != self.ended:
                         raise EngineError(f"{what} was not sent to {engine.where}: its session was ended before")
                     action(engine)
             except BaseException as error:
@@ -159,6 +161,7 @@ class Fleet:
         sequence: int = -1,
         engines: Sequence[Engine] | None = None,
         checked: bool = True,
+        since: int | None = None,
     ) -> Replies:
         """``each``, and then what the workers reported about ``call`` under ``key(engine)`` (a request or session).
 
@@ -166,7 +169,7 @@ class Fleet:
         answered in step but cannot reach the channel.
         """
         asked = list(self.engines if engines is None else engines)
-        errors = dict(self.each(call, action, asked, checked=checked))
+        errors = dict(self.each(call, action, asked, checked=checked, since=since))
         reports: list[tuple[Engine, Report]] = []
         faults: list[WorkerFault] = []
         # Engines may share a key, that of their session: what is taken for one of them is gone for the others.

@@ -206,13 +206,15 @@ class Lead:
             )
 
         self._installing = True
-        self._pending = Pending(self.fleet.callers, lambda: self._ask("install", send, sequence=turn + 1))
+        since = self.fleet.ended  # now, and not when the thread gets its turn, which may be after an abort
+        self._pending = Pending(self.fleet.callers, lambda: self._ask("install", send, sequence=turn + 1, since=since))
 
     def installed(self) -> tuple[tuple[Engine, Report], ...]:
         """Wait for the install under way, if one is; raises ``PushError`` when any worker failed."""
         if self._pending is None:
             return ()
-        replies, self._pending = self._pending.wait(), None
+        pending, self._pending = self._pending, None
+        replies = pending.wait()
         self._raise(replies)
         return replies.reports
 
@@ -303,9 +305,10 @@ class Lead:
         *,
         sequence: int = -1,
         engines: Sequence[Engine] | None = None,
+        since: int | None = None,
     ) -> Replies:
         session = self._session
-        return self.fleet.ask(call, action, key=lambda engine: session, sequence=sequence, engines=engines)
+        return self.fleet.ask(call, action, key=lambda engine: session, sequence=sequence, engines=engines, since=since)
 
     def _raise(self, replies: Replies) -> None:
         refuse(replies.faults, f"push of {self._version!r} failed")

@@ -306,4 +306,4 @@ class Leading:
             # An engine was too busy to be told that its session ended. Nobody waits for this, so it may take its time.
             with self._fleet.ending(patient=True):
                 self._end("the sync was closed")
-        self.lead.release(close=True)
+        self.lead.release(published=self._published, close=True)

@@ -75,7 +75,7 @@ def _resume(core: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) 
     if why is not None:
         raise StateError(f"resume, but {why}")
     if calls.is_asleep(core):
-        raise StateError("resume, but this engine sleeps, or a part of it: POST /wake_up first, which resumes it")
+        return None  # without its cache nothing can run: waking the rest resumes it
     return original(*args, **kwargs)
 
 
@@ -114,7 +114,12 @@ def _sleep(core: Any, original: Callable[..., Any], level: int = 1, *args: Any, 
     if level > 0 and core._rankcast_unservable:
         # What a failed update left half-way is put away while its memory is there.
         _order(core, "abandon_weight_update")
-    asleep = original(level, *args, **kwargs)
+    try:
+        asleep = original(level, *args, **kwargs)
+    except Exception:
+        if level >= 2:  # some workers may have dropped theirs
+            _disown(core)
+        raise
     if level < 2:
         return asleep
     # Level 2 drops the weights, and waking brings only their memory back.
@@ -145,6 +150,7 @@ def _collective_rpc(
     if method in ("shutdown_weight_transfer_engine", "reset_weights") and core._rankcast_open:
         raise StateError(f"{method}, but a weight update is open on this engine: finish it or abort it first")
     if method == "reset_weights":
+        _check_quiet(core, method)
         try:
             return original(method, timeout, args, kwargs)
         finally:
@@ -152,7 +158,7 @@ def _collective_rpc(
     if method not in CALLS:
         return original(method, timeout, args, kwargs)
     if method == "start_weight_update":
-        _check_quiet(core)
+        _check_quiet(core, "start")
     return _concluded(core, method, _read(core, original(method, timeout, args, kwargs)))
 
 
@@ -177,15 +183,15 @@ def _concluded(core: Any, method: str, replies: Sequence[Reply]) -> None:
     raise error_of(msgspec.structs.replace(faults[0][1], message=text))
 
 
-def _check_quiet(core: Any) -> None:
-    """Refuse to start where generation could run into half-new weights, which ends the engine."""
+def _check_quiet(core: Any, what: str) -> None:
+    """Refuse to change weights where generation could run into half-new weights, which ends the engine."""
     found = calls.activity(core)
     if not found.paused:
-        raise StateError("start, but generation is not paused on this engine: POST /pause?mode=keep first")
+        raise StateError(f"{what}, but generation is not paused on this engine: POST /pause?mode=keep first")
     if found.running:
-        raise StateError("start, but requests are still running on this engine: wait for the pause to return")
+        raise StateError(f"{what}, but requests are still running on this engine: wait for the pause to return")
     if found.asleep:
-        raise StateError("start, but this engine's weights are asleep: POST /wake_up?tags=weights first")
+        raise StateError(f"{what}, but this engine's weights are asleep: POST /wake_up?tags=weights first")
 
 
 def _disown(core: Any) -> None:
